@@ -1,0 +1,48 @@
+"""How an engine is bounded and how patient it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from kvactors.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Limits and deadlines of one engine.
+
+    Attributes:
+        prefetch_layers: how many layers with loads may be read ahead of the compute; 0 = only on demand.
+        max_pending_saves: save tasks (all saves of one layer) that may be unfinished when `checkpoint` returns.
+        max_transfer_blocks: most keys in one store call; 0 = no limit but `max_ranges`.
+        max_transfer_bytes: most bytes in one store call; a bigger range is split; 0 = no limit.
+        workers: general transfer workers; one more takes loads only.
+        call_deadline_s: a store call that takes longer marks its worker lost.
+        step_deadline_s: how long a transfer may wait for its device event, and a compute thread for an answer.
+        drain_deadline_s: default patience of `drain`.
+        strict: raise from `wait_layer` when a load failed (replay, tests) instead of reporting the request.
+        max_lost_workers: replacements for lost workers before the pool fails new calls at once.
+        probe_interval_s: how often an unreachable store is probed.
+    """
+
+    prefetch_layers: int = 2
+    max_pending_saves: int = 8
+    max_transfer_blocks: int = 64
+    max_transfer_bytes: int = 16 << 20
+    workers: int = 2
+    call_deadline_s: float = 30.0
+    step_deadline_s: float = 60.0
+    drain_deadline_s: float = 60.0
+    strict: bool = False
+    max_lost_workers: int = 8
+    probe_interval_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        least = {"max_pending_saves": 1, "workers": 1}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name.endswith("_s"):
+                if not value > 0:
+                    raise ConfigError(f"EngineConfig.{f.name} = {value!r}: must be more than 0 seconds")
+            elif f.name != "strict" and (not isinstance(value, int) or value < least.get(f.name, 0)):
+                raise ConfigError(f"EngineConfig.{f.name} = {value!r}: must be a whole number >= {least.get(f.name, 0)}")

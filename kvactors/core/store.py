@@ -1,0 +1,117 @@
+"""The contract between the engine and a store: sessions and ranges, typed outcomes.
+
+A put session is opened for a key with the object's size, written range by range, then committed or revoked. A get session
+is opened for a committed key (which takes a lease), read range by range, and closed. The states and their answers follow
+a real Mooncake store (docs/design/store-contract.md); `kvactors.stores` has the implementations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+Addresses = npt.NDArray[np.int64]
+
+
+class Outcome(Enum):
+    """What a store call answered for one key."""
+
+    OK = "ok"
+    EXISTS = "exists"
+    """put_open: the key is committed, or open in another client, or appeared earlier in the same call."""
+    NO_SPACE = "no space"
+    """put_open: the pool is full; eviction was started, a retry may work."""
+    INVALID = "invalid"
+    """No session, a session that ended, size 0, a range outside the object, an address that is not registered."""
+    NOT_FOUND = "not found"
+    NOT_READY = "not ready"
+    """get_open: the key is being written."""
+    NOT_OWNER = "not owner"
+    """put_revoke: the key is unusable in this client; poisoned."""
+    NO_REPLICA = "no replica"
+    LEASED = "leased"
+    LEASE_EXPIRED = "lease expired"
+    TRANSFER_FAILED = "transfer failed"
+    SIZE_MISMATCH = "size mismatch"
+    """get_open: the stored object's size differs from the layout's. No session was opened."""
+    UNREACHABLE = "unreachable"
+    """The master did not answer. Every open session of this client is void (I11)."""
+
+    # The rest never comes from a store; the engine answers for a store that could not.
+    STALE = "stale session"
+    """The session is older than the store's safe age, or older than a lost master; the call was not made."""
+    CANCELLED = "cancelled"
+    """The call was not made: its step was aborted, or its key had already failed."""
+    CALL_FAILED = "call failed"
+    """The store call raised, or answered with a list of the wrong length."""
+    LOST = "call lost"
+    """The call did not return before its deadline; it may still touch memory."""
+    EVENT_LOST = "event lost"
+    """The device event that guards the call did not fire before its deadline; the call was not made."""
+
+    @property
+    def ok(self) -> bool:
+        return self is Outcome.OK
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RangeBatch:
+    """Ranges of many objects that share one shape: row i moves `len(sizes)` ranges between memory and object `keys[i]`.
+
+    Attributes:
+        keys: n object keys; a get may name a key more than once (fan-out), a put may not.
+        addresses: int64 of shape (n, r), local addresses in bytes.
+        sizes: int64 of shape (r,), bytes of each range.
+        offsets: int64 of shape (r,), offset of each range inside the object, bytes.
+    """
+
+    keys: Sequence[str]
+    addresses: Addresses
+    sizes: Addresses
+    offsets: Addresses
+
+    @property
+    def nbytes_per_key(self) -> int:
+        return int(self.sizes.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether a store answers; `detail` says what is wrong and what to do."""
+
+    ok: bool
+    detail: str = ""
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Blocking and thread-safe; called by the transfer workers. Every list answer has one outcome per key, in order.
+
+    A range outcome is OK only if every byte of every range of that key was moved. Implementations never raise for one
+    key's trouble; they raise `StoreError` when the call as a whole cannot be made.
+    """
+
+    name: str
+    lease_s: float
+    """How long a get session may be read after `get_open` (or its renewal by another `get_open`), seconds."""
+    put_safe_age_s: float
+    """No range may be written on a put session older than this (well below the store's discard timeout), seconds."""
+
+    def put_open(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Outcome]: ...
+    def put_ranges(self, batch: RangeBatch) -> list[Outcome]: ...
+    def put_commit(self, keys: Sequence[str]) -> list[Outcome]: ...
+    def put_revoke(self, keys: Sequence[str]) -> list[Outcome]: ...
+    def get_open(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Outcome]: ...
+    def get_ranges(self, batch: RangeBatch) -> list[Outcome]: ...
+    def get_close(self, keys: Sequence[str]) -> list[Outcome]: ...
+    def readable(self, keys: Sequence[str]) -> list[bool]: ...
+    def register(self, address: int, nbytes: int) -> None: ...
+    def unregister(self, address: int) -> None: ...
+    def health(self) -> Health: ...
+    def stats(self) -> Mapping[str, Any]: ...
+    def close(self) -> None: ...

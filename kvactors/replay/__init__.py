@@ -1,0 +1,1 @@
+"""Replay of recorded request traces through the real engine, with real bytes."""

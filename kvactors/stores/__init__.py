@@ -1,0 +1,1 @@
+"""The stores: the embedded `MemoryStore`, and `FaultyStore` which wraps any of them."""
