@@ -8,6 +8,7 @@ stride: block `i` of an entry lies at `base + i * stride`, and only `nbytes` of 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -106,7 +107,7 @@ class Group:
             entries = tuple(sorted(self.layers[layer], key=lambda e: e.name))
             if not entries:
                 raise LayoutError(f"{where}, layer {layer}: has no entries; leave the layer out or give it one")
-            for a, b in zip(entries, entries[1:], strict=False):
+            for a, b in itertools.pairwise(entries):
                 if a.name == b.name:
                     raise LayoutError(f"{where}, layer {layer}: entry {a.name!r} is given twice")
             layers[layer] = entries

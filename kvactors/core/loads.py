@@ -1,0 +1,71 @@
+"""The gets of one step (or of one `LoadBlocks`) in one group: who wants which key where, and what arrived.
+
+A row is one destination: a block of a request. Several rows may share a key, and so a get session. Once a load of a
+request failed, its later rows are skipped: nothing of it counts as loaded (I5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvactors.core.coverage import Rows
+from kvactors.core.ranges import GroupRanges
+from kvactors.core.saves import RangeCall, range_calls
+from kvactors.core.sessions import GetSession
+from kvactors.core.store import Addresses, Outcome
+
+
+@dataclass(slots=True, eq=False)
+class StepLoads:
+    """Destinations of one group; fixed once `seal` was called, so that transfer workers may read the row tables."""
+
+    ranges: GroupRanges
+    requests: list[str] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    sessions: list[GetSession] = field(default_factory=list)
+    block_ids: Addresses = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    started: set[int] = field(default_factory=set)
+    bytes_delivered: int = 0
+    _ids: list[int] = field(default_factory=list)
+    _missed: Rows = field(default_factory=lambda: np.empty(0, dtype=np.intp))
+    """per row, how many of its layers did not arrive yet"""
+    _failed: set[str] = field(default_factory=set)
+
+    def add(self, request_id: str, block_index: int, session: GetSession, block_id: int) -> None:
+        self.requests.append(request_id)
+        self.blocks.append(block_index)
+        self.keys.append(session.key)
+        self.sessions.append(session)
+        self._ids.append(block_id)
+
+    def seal(self) -> None:
+        self.block_ids = np.asarray(self._ids, dtype=np.int64)
+        self._missed = np.full(len(self.keys), self.ranges.pieces, dtype=np.intp)
+
+    def start(self, layer: int, failed: Container[str]) -> list[RangeCall]:
+        """The calls that load one layer, less the rows of requests that failed."""
+        if layer in self.started or layer not in self.ranges.layers:
+            return []
+        self.started.add(layer)
+        rows = self._live(failed)
+        return range_calls(self.ranges, layer, rows, self.keys, self.block_ids) if len(rows) else []
+
+    def _live(self, failed: Container[str]) -> Rows:
+        return np.array([i for i, r in enumerate(self.requests) if r not in failed], dtype=np.intp)
+
+    def returned(self, call: RangeCall, outcomes: Sequence[Outcome]) -> None:
+        good = np.fromiter((o is Outcome.OK for o in outcomes), dtype=bool, count=len(outcomes))
+        self._missed[call.rows[good]] -= call.last_piece - call.first_piece
+        self.bytes_delivered += int(good.sum()) * call.batch.nbytes_per_key
+
+    @property
+    def all_started(self) -> bool:
+        return len(self.started) == len(self.ranges.layers)
+
+    def loaded_rows(self) -> int:
+        """Rows of which every piece arrived."""
+        return int((self._missed == 0).sum())

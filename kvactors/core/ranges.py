@@ -1,0 +1,127 @@
+"""A group's pieces, layer by layer, and how a layer's pieces of many blocks are cut into store calls.
+
+A piece is an entry's payload, or a part of it where the entry is larger than one call may move. The pieces of a group, in
+object order, tile its object exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvactors.core.config import EngineConfig
+from kvactors.core.ids import StageLayer
+from kvactors.core.layout import KVLayout
+from kvactors.core.store import Addresses
+from kvactors.errors import LayoutError
+
+MAX_RANGES = 2000
+"""Most ranges in one store call; more fragments than this fail on a TCP transport (measured)."""
+
+Bases = Mapping[tuple[int, int, str], int]
+"""(group id, physical layer, entry name) -> local address of block 0."""
+
+
+class Cut(NamedTuple):
+    """One store call: rows [row_lo, row_hi) of the keys, pieces [col_lo, col_hi) of the layer."""
+
+    row_lo: int
+    row_hi: int
+    col_lo: int
+    col_hi: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerRanges:
+    """The pieces of one group on one layer: arrays of shape (pieces,).
+
+    Attributes:
+        first_piece: number of the layer's first piece among all the group's pieces.
+        bases: local address of each piece for block 0.
+        strides: bytes between the pieces of two neighbouring local blocks.
+        sizes, offsets: bytes, and place in the object.
+    """
+
+    layer: StageLayer
+    first_piece: int
+    bases: Addresses
+    strides: Addresses
+    sizes: Addresses
+    offsets: Addresses
+    columns: tuple[tuple[int, int, int], ...]
+    """(first piece, last piece, most keys) of each call shape."""
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.sizes.sum())
+
+    def addresses(self, block_ids: Addresses, col_lo: int, col_hi: int) -> Addresses:
+        """Local addresses of shape (blocks, pieces)."""
+        return self.bases[col_lo:col_hi] + block_ids[:, None] * self.strides[col_lo:col_hi]
+
+    def cuts(self, rows: int) -> list[Cut]:
+        """Store calls that together move every piece of this layer for `rows` keys, each within the limits."""
+        return [
+            Cut(lo, min(lo + most, rows), col_lo, col_hi) for col_lo, col_hi, most in self.columns for lo in range(0, rows, most)
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupRanges:
+    """All pieces of one group on this stage."""
+
+    group_id: int
+    object_bytes: int
+    pieces: int
+    layers: Mapping[int, LayerRanges]
+    """stage layer -> its pieces, in layer order"""
+    last_layer: int
+
+
+def group_ranges(layout: KVLayout, group_id: int, bases: Bases, config: EngineConfig) -> GroupRanges:
+    """Lays the group's entries over local memory.
+
+    Raises:
+        LayoutError: an entry of the group has no base address.
+    """
+    by_layer: dict[int, list[tuple[int, int, int, int]]] = {}
+    for r in layout.ranges(group_id):
+        where = (group_id, int(r.layer), r.entry.name)
+        if where not in bases:
+            raise LayoutError(f"group {group_id}, layer {r.layer}, entry {r.entry.name!r}: no base address; add {where} to bases")
+        pieces = by_layer.setdefault(layout.stage_layer(r.layer), [])
+        most = config.max_transfer_bytes or r.entry.nbytes
+        for start in range(0, r.entry.nbytes, most):
+            size = min(most, r.entry.nbytes - start)
+            pieces.append((bases[where] + start, r.entry.stride, size, r.offset + start))
+    layers: dict[int, LayerRanges] = {}
+    first = 0
+    for layer, rows in by_layer.items():
+        table = np.array(rows, dtype=np.int64)
+        bases_of, strides, sizes, offsets = (np.ascontiguousarray(table[:, i]) for i in range(4))
+        layers[layer] = LayerRanges(StageLayer(layer), first, bases_of, strides, sizes, offsets, _columns(sizes, config))
+        first += len(rows)
+    return GroupRanges(group_id, layout.object_bytes(group_id), first, layers, max(layers, default=-1))
+
+
+def _columns(sizes: Addresses, config: EngineConfig) -> tuple[tuple[int, int, int], ...]:
+    """Cuts a layer's pieces into runs that one key may send in one call, with the most keys such a call may hold."""
+    limit = config.max_transfer_bytes
+    out: list[tuple[int, int, int]] = []
+    lo = 0
+    while lo < len(sizes):
+        hi, total = lo, 0
+        while hi < len(sizes) and hi - lo < MAX_RANGES and (hi == lo or not limit or total + int(sizes[hi]) <= limit):
+            total += int(sizes[hi])
+            hi += 1
+        most = MAX_RANGES // (hi - lo)
+        if limit:
+            most = min(most, max(1, limit // total))
+        if config.max_transfer_blocks:
+            most = min(most, config.max_transfer_blocks)
+        out.append((lo, hi, max(1, most)))
+        lo = hi
+    return tuple(out)

@@ -1,0 +1,161 @@
+"""The puts of one step in one group: what to send for a layer, and when a key is committed or revoked.
+
+Pure: the group actor tells it what happened and carries out what it answers. A key is committed when all layers of the
+group were signalled, no range call of it is under way, and its coverage is complete; a key that failed, or whose step
+ended early, or whose request is tainted, is revoked as soon as no range call of it is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvactors.core.coverage import Coverage, Rows
+from kvactors.core.ranges import GroupRanges
+from kvactors.core.sessions import PutSession, PutState
+from kvactors.core.store import Addresses, Outcome, RangeBatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RangeCall:
+    """One store call to be made: `batch` moves the pieces [first_piece, last_piece) of the rows `rows`."""
+
+    layer: int
+    batch: RangeBatch
+    rows: Rows
+    first_piece: int
+    last_piece: int
+
+
+def range_calls(
+    ranges: GroupRanges, layer: int, rows: Rows, keys: Sequence[str], block_ids: Addresses
+) -> list[RangeCall]:
+    """The store calls that move one layer's pieces for `rows` (indices into `keys` and `block_ids`)."""
+    of_layer = ranges.layers[layer]
+    calls: list[RangeCall] = []
+    for cut in of_layer.cuts(len(rows)):
+        part = rows[cut.row_lo : cut.row_hi]
+        batch = RangeBatch(
+            [keys[i] for i in part.tolist()],
+            of_layer.addresses(block_ids[part], cut.col_lo, cut.col_hi),
+            of_layer.sizes[cut.col_lo : cut.col_hi],
+            of_layer.offsets[cut.col_lo : cut.col_hi],
+        )
+        first = of_layer.first_piece
+        calls.append(RangeCall(layer, batch, part, first + cut.col_lo, first + cut.col_hi))
+    return calls
+
+
+class StepSaves:
+    """The put sessions of one step in one group; a row is one session."""
+
+    def __init__(self, ranges: GroupRanges) -> None:
+        self.ranges = ranges
+        self.sessions: list[PutSession] = []
+        self.keys: list[str] = []
+        self.block_ids: Addresses = np.empty(0, dtype=np.int64)
+        self.signalled: set[int] = set()
+        self.ended = False
+        self._coverage = Coverage(0, ranges.pieces)
+        self._alive = np.empty(0, dtype=bool)
+        self._open = np.empty(0, dtype=bool)
+        self._inflight = np.empty(0, dtype=np.int32)
+        self._causes: dict[int, str] = {}
+
+    def admit(self, sessions: Sequence[PutSession], block_ids: Sequence[int]) -> None:
+        """Takes in sessions that were just opened; only before the first layer is signalled."""
+        assert not self.signalled, "a session opened after its first layer was signalled could never be complete"
+        more = len(sessions)
+        self.sessions.extend(sessions)
+        self.keys.extend(s.key for s in sessions)
+        self.block_ids = np.concatenate([self.block_ids, np.asarray(block_ids, dtype=np.int64)])
+        self._coverage.grow(more)
+        self._alive = np.concatenate([self._alive, np.ones(more, dtype=bool)])
+        self._open = np.concatenate([self._open, np.ones(more, dtype=bool)])
+        self._inflight = np.concatenate([self._inflight, np.zeros(more, dtype=np.int32)])
+
+    @property
+    def fully_signalled(self) -> bool:
+        return len(self.signalled) == len(self.ranges.layers)
+
+    def signal(self, layer: int) -> list[RangeCall]:
+        """The layer's bytes are ready (or will be, when its event fires): the calls that put them."""
+        if layer in self.signalled or layer not in self.ranges.layers or self.ended:
+            return []
+        self.signalled.add(layer)
+        rows = np.flatnonzero(self._alive & self._open)
+        if not len(rows):
+            return []
+        calls = range_calls(self.ranges, layer, rows, self.keys, self.block_ids)
+        self._inflight[rows] += sum(1 for c in calls if c.rows[0] == rows[0])
+        return calls
+
+    def returned(self, call: RangeCall, outcomes: Sequence[Outcome]) -> None:
+        """A call came back: covers the pieces that went well, kills the keys of those that did not."""
+        self._inflight[call.rows] -= 1
+        bad = [i for i, o in enumerate(outcomes) if o is not Outcome.OK]
+        if not bad:
+            self._coverage.add(call.rows, call.first_piece, call.last_piece)
+            return
+        good = np.ones(len(call.rows), dtype=bool)
+        good[bad] = False
+        self._coverage.add(call.rows[good], call.first_piece, call.last_piece)
+        for i in bad:
+            self.kill(int(call.rows[i]), f"layer {call.layer}: {outcomes[i].value}")
+
+    def kill(self, row: int, cause: str) -> None:
+        """The key of `row` will be revoked; later layers skip it."""
+        self._alive[row] = False
+        self._causes.setdefault(row, cause)
+
+    def kill_where(self, unwanted: Mapping[str, int], cause: str) -> None:
+        """Kills the keys of tainted requests (I12): request id -> the stage layer whose load failed.
+
+        A group whose last layer lies before the failing one holds only bytes computed before it: those keys stay.
+        """
+        for row, session in enumerate(self.sessions):
+            layer = unwanted.get(session.owner.request_id)
+            if layer is not None and layer <= self.ranges.last_layer and self._open[row] and self._alive[row]:
+                self.kill(row, cause)
+
+    def kill_all(self, cause: str) -> None:
+        for row in np.flatnonzero(self._alive & self._open).tolist():
+            self.kill(row, cause)
+
+    def end(self) -> None:
+        """The step is over: keys whose layers were not all signalled cannot become complete any more."""
+        self.ended = True
+        if not self.fully_signalled:
+            self.kill_all("the step ended before every layer was signalled")
+
+    def due(self) -> tuple[list[PutSession], list[tuple[PutSession, str]]]:
+        """Sessions to commit, and sessions to revoke with their causes; each is given out once."""
+        idle = self._open & (self._inflight == 0)
+        done: list[int] = []
+        revoke = [(self.sessions[row], self._causes[row]) for row in np.flatnonzero(idle & ~self._alive).tolist()]
+        done.extend(np.flatnonzero(idle & ~self._alive).tolist())
+        commit: list[PutSession] = []
+        if self.fully_signalled:
+            rows = np.flatnonzero(idle & self._alive)
+            complete = self._coverage.complete(rows)
+            commit = [self.sessions[row] for row in rows[complete].tolist()]
+            revoke += [(self.sessions[row], "not every byte was put") for row in rows[~complete].tolist()]
+            done.extend(rows.tolist())
+        self._open[done] = False
+        return commit, revoke
+
+    @property
+    def any_open(self) -> bool:
+        """Whether a session is still `open`, so that neither commit nor revoke was asked for."""
+        return bool(self._open.any())
+
+    @property
+    def any_inflight(self) -> bool:
+        return bool(self._inflight.any())
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether a session has not reached its end."""
+        return any(s.state in (PutState.OPEN, PutState.COMMITTING, PutState.REVOKING) for s in self.sessions)

@@ -1,0 +1,288 @@
+"""Sessions of one group: the transition tables, who owns what, and what is remembered.
+
+A put session (one per key being written in this process, I10) runs through
+
+    opening ── opened ──> open ── commit ──> committing ── committed ──> committed
+       │                   │                     │
+       │ refused           │ revoke              │ commit failed
+       v                   v                     v
+    refused             revoking <───────────────┘
+                           │ revoked / poison
+                           v
+                    revoked / poisoned
+
+and from every state that is not terminal `lost` leads to `abandoned`: a store call on the key never returned, or the
+session was dropped (lost master, too old) and its one best-effort revoke failed. An abandoned or poisoned key is never
+opened again by this client, because a late write could land in it. A get session (one per distinct key, shared by all who
+read it, closed with its last owner) is shorter:
+
+    opening ── opened ──> open ── close ──> closing ── closed ──> closed
+       │ failed             │ expire           ^
+       v                    v       close      │
+     failed              expired ──────────────┘
+
+`closing` exists because ONE end of a get session drops it for everyone in the client: a key is not opened again before
+its close has returned. All legal transitions stand in `PUT_TRANSITIONS` and `GET_TRANSITIONS`; anything else raises
+`SessionError`. Source: the session rules of the store contract (docs/design/store-contract.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import NamedTuple
+
+from kvactors.core.stats import SessionStats
+from kvactors.errors import SessionError
+
+
+class Owner(NamedTuple):
+    """Who a block belongs to: block 0 of one group is not block 0 of another (I3)."""
+
+    request_id: str
+    group_id: int
+    block_index: int
+
+
+class PutState(Enum):
+    OPENING = "opening"
+    OPEN = "open"
+    COMMITTING = "committing"
+    COMMITTED = "committed"
+    REVOKING = "revoking"
+    REVOKED = "revoked"
+    REFUSED = "refused"
+    POISONED = "poisoned"
+    ABANDONED = "abandoned"
+
+
+class PutEvent(Enum):
+    OPENED = "opened"
+    REFUSED = "refused"
+    COMMIT = "commit"
+    COMMITTED = "committed"
+    COMMIT_FAILED = "commit failed"
+    REVOKE = "revoke"
+    REVOKED = "revoked"
+    POISON = "poison"
+    LOST = "lost"
+
+
+class GetState(Enum):
+    OPENING = "opening"
+    OPEN = "open"
+    EXPIRED = "expired"
+    CLOSING = "closing"
+    CLOSED = "closed"
+    FAILED = "failed"
+
+
+class GetEvent(Enum):
+    OPENED = "opened"
+    FAILED = "failed"
+    EXPIRE = "expire"
+    CLOSE = "close"
+    CLOSED = "closed"
+
+
+PUT_TRANSITIONS: Mapping[tuple[PutState, PutEvent], PutState] = MappingProxyType(
+    {
+        (PutState.OPENING, PutEvent.OPENED): PutState.OPEN,
+        (PutState.OPENING, PutEvent.REFUSED): PutState.REFUSED,
+        (PutState.OPENING, PutEvent.LOST): PutState.ABANDONED,
+        (PutState.OPEN, PutEvent.COMMIT): PutState.COMMITTING,
+        (PutState.OPEN, PutEvent.REVOKE): PutState.REVOKING,
+        (PutState.OPEN, PutEvent.LOST): PutState.ABANDONED,
+        (PutState.COMMITTING, PutEvent.COMMITTED): PutState.COMMITTED,
+        (PutState.COMMITTING, PutEvent.COMMIT_FAILED): PutState.REVOKING,
+        (PutState.COMMITTING, PutEvent.LOST): PutState.ABANDONED,
+        (PutState.REVOKING, PutEvent.REVOKED): PutState.REVOKED,
+        (PutState.REVOKING, PutEvent.POISON): PutState.POISONED,
+        (PutState.REVOKING, PutEvent.LOST): PutState.ABANDONED,
+    }
+)
+PUT_TERMINAL = frozenset({PutState.COMMITTED, PutState.REVOKED, PutState.REFUSED, PutState.POISONED, PutState.ABANDONED})
+
+GET_TRANSITIONS: Mapping[tuple[GetState, GetEvent], GetState] = MappingProxyType(
+    {
+        (GetState.OPENING, GetEvent.OPENED): GetState.OPEN,
+        (GetState.OPENING, GetEvent.FAILED): GetState.FAILED,
+        (GetState.OPEN, GetEvent.CLOSE): GetState.CLOSING,
+        (GetState.OPEN, GetEvent.EXPIRE): GetState.EXPIRED,
+        (GetState.EXPIRED, GetEvent.CLOSE): GetState.CLOSING,
+        (GetState.CLOSING, GetEvent.CLOSED): GetState.CLOSED,
+    }
+)
+GET_TERMINAL = frozenset({GetState.CLOSED, GetState.FAILED})
+
+
+@dataclass(slots=True, eq=False)
+class PutSession:
+    """One key being written. `opened_at` and `epoch` say how old it is and under which life of the master it began."""
+
+    key: str
+    owner: Owner
+    step: int
+    life: int
+    state: PutState = PutState.OPENING
+    opened_at: float = 0.0
+    epoch: int = 0
+    attempts: int = 0
+    dropped: bool = False
+    """The store lost it (I11): one best-effort revoke, no further range or commit."""
+
+
+@dataclass(slots=True, eq=False)
+class GetSession:
+    """One key being read, by `refs` owners."""
+
+    key: str
+    state: GetState = GetState.OPENING
+    refs: int = 0
+    opened_at: float = 0.0
+    epoch: int = 0
+
+
+Record = Callable[[str, int, int, str], None]
+"""(request id, group id, block index, what happened) -> noted for `story`."""
+
+
+def _ignore(_request: str, _group: int, _block: int, _what: str) -> None:
+    return None
+
+
+@dataclass(slots=True)
+class SessionTable:
+    """All sessions of one group. It belongs to the supervisor's scope and outlives a crashed actor.
+
+    Attributes:
+        puts: owner -> its put session, only while not terminal.
+        writing: key -> its one writer (I10); the same sessions as `puts`.
+        gets: key -> the shared get session, until closed.
+        memory: request id -> block index -> key, for keys known to be committed.
+        unusable: keys that were poisoned or abandoned; never opened again.
+    """
+
+    group_id: int
+    stats: SessionStats
+    record: Record = _ignore
+    puts: dict[Owner, PutSession] = field(default_factory=dict)
+    writing: dict[str, PutSession] = field(default_factory=dict)
+    gets: dict[str, GetSession] = field(default_factory=dict)
+    memory: dict[str, dict[int, str]] = field(default_factory=dict)
+    lives: dict[str, int] = field(default_factory=dict)
+    poisoned: set[str] = field(default_factory=set)
+    abandoned: set[str] = field(default_factory=set)
+
+    # -- puts --------------------------------------------------------------------------------------------------------
+
+    def may_open(self, key: str) -> bool:
+        """Whether nobody in this process writes the key and it is usable."""
+        return key not in self.writing and key not in self.poisoned and key not in self.abandoned
+
+    def begin_put(self, key: str, owner: Owner, step: int) -> PutSession:
+        if not self.may_open(key) or owner in self.puts:
+            raise SessionError(f"{owner}: key {key} already has a writer, or is unusable in this process (I10)")
+        session = PutSession(key, owner, step, self.lives.get(owner.request_id, 0))
+        self.puts[owner] = session
+        self.writing[key] = session
+        return session
+
+    def put(self, session: PutSession, event: PutEvent, cause: str = "") -> PutState:
+        """Moves a put session along its table; counts, remembers and forgets as its new state asks.
+
+        Raises:
+            SessionError: the table has no such transition; nothing changes.
+        """
+        before = session.state
+        after = PUT_TRANSITIONS.get((before, event))
+        if after is None:
+            raise SessionError(f"put session of {session.owner} ({session.key}): {event.value!r} is not legal in {before.value!r}")
+        session.state = after
+        stats = self.stats
+        if after is PutState.OPEN:
+            stats.put_opened += 1
+            stats.open_now += 1
+        elif after in PUT_TERMINAL:
+            self._end_put(session, before, after)
+        owner = session.owner
+        what = f"put {before.value} -> {after.value}"
+        self.record(owner.request_id, owner.group_id, owner.block_index, f"{what} ({cause})" if cause else what)
+        return after
+
+    def _end_put(self, session: PutSession, before: PutState, after: PutState) -> None:
+        stats, owner = self.stats, session.owner
+        if before is not PutState.OPENING:
+            stats.open_now -= 1
+        elif after is PutState.ABANDONED:
+            stats.put_opened += 1
+        del self.puts[owner]
+        del self.writing[session.key]
+        if after is PutState.COMMITTED:
+            stats.put_committed += 1
+            if session.life == self.lives.get(owner.request_id, 0):
+                self.remember(owner.request_id, owner.block_index, session.key)
+        elif after is PutState.REVOKED:
+            stats.put_revoked += 1
+        elif after is PutState.REFUSED:
+            stats.put_refused += 1
+        elif after is PutState.POISONED:
+            stats.put_poisoned += 1
+            self.poisoned.add(session.key)
+        else:
+            stats.put_abandoned += 1
+            self.abandoned.add(session.key)
+
+    # -- gets --------------------------------------------------------------------------------------------------------
+
+    def acquire_get(self, key: str) -> tuple[GetSession, bool]:
+        """The key's get session with one more owner, and whether the caller must have it opened (at the store)."""
+        session = self.gets.get(key)
+        if session is None:
+            session = self.gets[key] = GetSession(key)
+            session.refs = 1
+            return session, True
+        session.refs += 1
+        return session, False
+
+    def get(self, session: GetSession, event: GetEvent) -> GetState:
+        """Moves a get session along its table.
+
+        Raises:
+            SessionError: the table has no such transition; nothing changes.
+        """
+        after = GET_TRANSITIONS.get((session.state, event))
+        if after is None:
+            raise SessionError(f"get session of {session.key}: {event.value!r} is not legal in {session.state.value!r}")
+        session.state = after
+        stats = self.stats
+        if after is GetState.OPEN:
+            stats.get_opened += 1
+            stats.open_now += 1
+        elif after is GetState.EXPIRED:
+            stats.get_expired += 1
+        elif after is GetState.CLOSED:
+            stats.get_closed += 1
+            stats.open_now -= 1
+        if after in GET_TERMINAL and self.gets.get(session.key) is session:
+            del self.gets[session.key]
+        return after
+
+    # -- memory of committed keys ------------------------------------------------------------------------------------
+
+    def remember(self, request_id: str, block_index: int, key: str) -> None:
+        self.memory.setdefault(request_id, {})[block_index] = key
+
+    def remembered(self, request_id: str, block_index: int) -> str | None:
+        known = self.memory.get(request_id)
+        return None if known is None else known.get(block_index)
+
+    def forget(self, request_id: str) -> None:
+        """Ends this life of a request id: its memory goes, and commits still under way will not be remembered."""
+        self.memory.pop(request_id, None)
+        if any(o.request_id == request_id for o in self.puts):
+            self.lives[request_id] = self.lives.get(request_id, 0) + 1
+        else:
+            self.lives.pop(request_id, None)
