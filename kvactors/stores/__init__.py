@@ -1,1 +1,30 @@
-"""The stores: the embedded `MemoryStore`, and `FaultyStore` which wraps any of them."""
+"""Stores: the embedded one, a wrapper that injects faults, and the sizes of their configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvactors.core.store import Store
+from kvactors.errors import ConfigError
+from kvactors.stores.memory import MemoryStore
+from kvactors.stores.pool import MemoryPool
+from kvactors.stores.sizes import parse_size
+
+__all__ = ["BACKENDS", "MemoryPool", "MemoryStore", "open_store", "parse_size"]
+
+BACKENDS = ("memory", "mooncake")
+
+
+def open_store(name: str, **options: Any) -> Store:
+    """The store of a `backend` setting, made with the options of its class.
+
+    ConfigError for a name that is not in `BACKENDS`, and for options that the store does not have.
+    """
+    if name == "memory":
+        try:
+            return MemoryStore(**options)
+        except TypeError as error:
+            raise ConfigError(f"backend 'memory': {error}") from error
+    if name == "mooncake":
+        raise ConfigError("backend 'mooncake' is not part of this version of kvactors yet; use 'memory'")
+    raise ConfigError(f"backend = {name!r}: not supported; use one of {', '.join(BACKENDS)}")
