@@ -1,0 +1,414 @@
+"""Which blocks of a request may be looked up, saved and loaded, and how long a hit is.
+
+A hit of L tokens is worth something only if every group has what its layers need to go on at token L: all blocks before L
+for full attention, the last few for a window, one state for a recurrent layer. Each kind comes down to two numbers: the
+first block that a hit needs (`_Spec.first_block`), and how many blocks past L a speculative group looks (`_Spec.extra`).
+A hit of L tokens is valid when in every group all blocks from the first needed one up to L, plus the extra ones, can be
+read; the longest hit is the greatest such multiple of the boundary.
+
+Terms: lengths are raw tokens from the start of the prompt; blocks are counted from 0 in blocks of their own group. The hash
+unit is the granularity of the fine chained hashes; the hash of a block that spans k units is the last of its k. The
+boundary B is the least common multiple of all block sizes. The rules restate what vLLM's cache managers do, with the
+differences named where they occur; tests/core/test_reachability_oracle.py compares the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, compress, cycle, islice, repeat
+from operator import indexOf, not_
+from typing import Protocol
+
+from kvactors.core.layout import Group, GroupKind
+from kvactors.errors import LayoutError, ReachabilityError
+
+Mask = tuple[bool, ...]
+Readable = Callable[[int, bytes], bool]
+"""(group id, block hash) -> whether that block can be read, whole."""
+ReadableMany = Callable[[int, Sequence[bytes]], Sequence[bool]]
+"""(group id, block hashes) -> the same for many blocks of a group, in order."""
+
+_LEAST_BATCH, _MOST_BATCH = 64, 4096
+"""Blocks in one `readable_many` call. It doubles from call to call: a miss stays cheap, a long hit takes few calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What of a prompt is stored and usable.
+
+    Attributes:
+        tokens: length of the hit, a multiple of B; 0 = nothing.
+        masks: per group, in order: which of its `tokens // block_tokens` blocks to load. Equals `load_mask(tokens)`.
+    """
+
+    tokens: int
+    masks: tuple[Mask, ...]
+
+
+class Reachability:
+    """The reachability rules for one set of groups.
+
+    Args:
+        groups: the groups that take part, in the order of all masks. Their layers are not looked at.
+        hash_tokens: tokens per fine block hash.
+
+    Raises:
+        LayoutError: no groups, one id twice, or a hash unit that does not divide every group's block.
+    """
+
+    def __init__(self, groups: Sequence[Group], hash_tokens: int) -> None:
+        self.groups = tuple(groups)
+        self.hash_tokens = hash_tokens
+        _check_geometry(self.groups, hash_tokens)
+        self.boundary_tokens = math.lcm(*(g.block_tokens for g in self.groups))
+        """B: every hit ends on a multiple of it. With a single group it is that group's own block."""
+        self._specs = _distinct_specs(self.groups)
+        self._spec_of = [next(s for s in self._specs if g.id in s.group_ids) for g in self.groups]
+
+    def longest_hit(
+        self,
+        block_hashes: Sequence[bytes],
+        prompt_tokens: int,
+        readable: Readable | None = None,
+        *,
+        readable_many: ReadableMany | None = None,
+    ) -> Hit:
+        """The longest stored prefix from which every group can go on; at most `prompt_tokens - 1` tokens.
+
+        Each (group, block) is asked about at most once, and only if a hit at some multiple of B needs it.
+
+        Args:
+            block_hashes: fine chained hashes from token 0, one per hash unit; shorter or longer than the prompt is fine.
+            prompt_tokens: one token of them is always left to compute.
+            readable: asked block by block, unless `readable_many` is given.
+            readable_many: asked in batches of up to 4096 blocks, a little ahead of what turns out to be needed.
+
+        Raises:
+            ReachabilityError: a negative length, nobody to ask, or a batch answered with a list of another length.
+        """
+        limit = _whole("prompt_tokens", prompt_tokens) - 1
+        if readable is None and readable_many is None:
+            raise ReachabilityError("longest_hit: needs readable or readable_many, else it cannot know what is stored")
+        searches = []
+        for spec in self._specs:
+            hashes = _GroupHashes(block_hashes, spec.block_tokens // self.hash_tokens)
+            probe: _Probe
+            if readable_many is not None:
+                probe = _Batched(spec, hashes, readable_many, self.boundary_tokens)
+            else:
+                assert readable is not None
+                probe = _OneByOne(spec, hashes, readable)
+            searches.append(_Search(spec, probe, hashes.blocks, self.boundary_tokens))
+        tokens = _common_length(searches, limit)
+        return Hit(tokens, self.load_mask(tokens))
+
+    def load_mask(self, num_tokens: int) -> tuple[Mask, ...]:
+        """Per group, the blocks that a hit of `num_tokens` (a multiple of B) needs in local memory.
+
+        The extra block of a speculative group proves the hit and is not part of it.
+
+        Raises:
+            ReachabilityError: when no hit can have that length.
+        """
+        self._check_aligned("num_tokens", num_tokens)
+        return tuple(_load(spec, num_tokens) for spec in self._spec_of)
+
+    def lookup_mask(self, num_tokens: int) -> tuple[Mask, ...]:
+        """Per group, the blocks worth asking a store about, for any length; it is rounded up to B.
+
+        Always the dense one: what another request stored under retention ends at its own boundaries, unknown to this one.
+
+        Raises:
+            ReachabilityError: a negative length.
+        """
+        return self.store_mask(-(-_whole("num_tokens", num_tokens) // self.boundary_tokens) * self.boundary_tokens)
+
+    def store_mask(
+        self,
+        num_tokens: int,
+        prompt_tokens: int | None = None,
+        retention: int | None = None,
+        junctions: Sequence[int] = (),
+    ) -> tuple[Mask, ...]:
+        """Per group, the blocks of the first `num_tokens` (a multiple of B) that some later hit can need.
+
+        Without retention these are the blocks for a hit at every multiple of B. For recurrent state that is all true:
+        in align mode the scheduler leaves null blocks where there is no state, and the caller never saves those.
+
+        Args:
+            num_tokens: computed tokens, aligned down to B by the caller.
+            prompt_tokens: length of the prompt; under retention the boundary where its replay would go on is kept.
+            retention: None = every multiple of B; n > 0 = every multiple of n; 0 = only replay boundary and junctions.
+                Groups that need all blocks anyway ignore it.
+            junctions: multiples of B where a shared prefix is known to end; kept under retention.
+
+        Raises:
+            ReachabilityError: a length, retention or junction that is negative or not a multiple of B.
+        """
+        self._check_aligned("num_tokens", num_tokens)
+        kept_ends: list[int] = []
+        if retention is not None:
+            self._check_aligned("retention", retention)
+            for junction in junctions:
+                self._check_aligned("junction", junction)
+            if prompt_tokens is not None:
+                last = _whole("prompt_tokens", prompt_tokens) - 1
+                kept_ends.append(last // self.boundary_tokens * self.boundary_tokens)
+            kept_ends.extend(junctions)
+        return tuple(_store(spec, num_tokens, self.boundary_tokens, retention, kept_ends) for spec in self._spec_of)
+
+    def _check_aligned(self, what: str, tokens: int) -> None:
+        if _whole(what, tokens) % self.boundary_tokens:
+            below = tokens // self.boundary_tokens * self.boundary_tokens
+            raise ReachabilityError(
+                f"{what} = {tokens}: must be a multiple of the boundary of {self.boundary_tokens} tokens (the least common "
+                f"multiple of all groups' block_tokens); the next one below is {below}"
+            )
+
+
+# -- what each kind needs --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    """Groups that are alike for reachability, treated as one: a block counts only if all of them can read it.
+
+    Attributes:
+        need: blocks before the boundary that a hit needs at most (window, state); None = decided by `first_block` alone.
+        extra: blocks past the boundary that must be readable too. A draft model re-reads the last block of what matched,
+            so a speculative group matches one block more and drops it. Draft models have no recurrent layers.
+    """
+
+    kind: GroupKind
+    block_tokens: int
+    chunk_tokens: int | None
+    need: int | None
+    extra: int
+    group_ids: tuple[int, ...]
+
+    def first_block(self, end: int) -> int:
+        """First of the blocks that a hit of `end` blocks needs; `end` itself when it needs none."""
+        if self.need is not None:
+            return max(0, end - self.need)
+        if self.chunk_tokens is not None:
+            return end * self.block_tokens // self.chunk_tokens * self.chunk_tokens // self.block_tokens
+        return 0
+
+
+def _need(group: Group) -> int | None:
+    if group.kind is GroupKind.STATE:
+        return 1
+    if group.window is not None:
+        # A query sees itself and window - 1 tokens before it.
+        return -(-(group.window - 1) // group.block_tokens)
+    return None
+
+
+def _distinct_specs(groups: Sequence[Group]) -> list[_Spec]:
+    """One spec for all groups that are alike; those that need an unbroken prefix come first.
+
+    If one of them is speculative all are, as in vLLM: their blocks are looked up and dropped together.
+    """
+    alike: dict[tuple[object, ...], list[Group]] = {}
+    for g in groups:
+        alike.setdefault((g.kind, g.block_tokens, g.window, g.chunk_tokens), []).append(g)
+    specs = []
+    for members in alike.values():
+        g = members[0]
+        extra = int(any(m.speculative for m in members) and g.kind is not GroupKind.STATE)
+        specs.append(_Spec(g.kind, g.block_tokens, g.chunk_tokens, _need(g), extra, tuple(m.id for m in members)))
+    # The prefix is found once, left to right, and bounds what the others have to look at.
+    return sorted(specs, key=lambda s: s.need is not None or s.chunk_tokens is not None)
+
+
+def _load(spec: _Spec, num_tokens: int) -> Mask:
+    end = num_tokens // spec.block_tokens
+    first = spec.first_block(end)
+    return (False,) * first + (True,) * (end - first)
+
+
+def _store(spec: _Spec, num_tokens: int, boundary: int, retention: int | None, kept_ends: Sequence[int]) -> Mask:
+    blocks = num_tokens // spec.block_tokens
+    segment = boundary if retention is None else retention
+    if spec.need is None or (spec.kind is GroupKind.STATE and retention is None):
+        return (True,) * blocks
+    run = spec.need + spec.extra
+    if segment and run * spec.block_tokens >= segment:
+        return (True,) * blocks
+    # A segment that num_tokens cuts short keeps the part of its run that is there already: its end may still come.
+    segment_ends = range(segment, num_tokens + segment, segment) if segment else ()
+    keep = [False] * blocks
+    for end_tokens in chain(segment_ends, kept_ends):
+        end = end_tokens // spec.block_tokens + spec.extra
+        first, stop = max(0, end - run), min(end, blocks)
+        if first < stop:
+            keep[first:stop] = repeat(True, stop - first)
+    return tuple(keep)
+
+
+# -- the search for the longest hit ----------------------------------------------------------------------------------
+
+
+class _GroupHashes:
+    """The block hashes of one spec, picked from the fine ones without copying the list."""
+
+    __slots__ = ("_fine", "_units", "blocks")
+
+    def __init__(self, fine: Sequence[bytes], units: int) -> None:
+        self._fine, self._units = fine, units
+        self.blocks = len(fine) // units
+        """How many whole blocks have a hash."""
+
+    def run(self, start: int, stop: int) -> Iterator[bytes]:
+        """Hashes of the blocks from `start` to before `stop`."""
+        units = self._units
+        return map(self._fine.__getitem__, range((start + 1) * units - 1, stop * units, units))
+
+    def pick(self, blocks: Sequence[int]) -> list[bytes]:
+        fine, units = self._fine, self._units
+        return [fine[(block + 1) * units - 1] for block in blocks]
+
+
+class _Probe(Protocol):
+    def first_missing(self, start: int, stop: int, end: int) -> int:
+        """First block in [start, stop) that cannot be read, else `stop`; asked on behalf of a hit of `end` blocks."""
+        ...
+
+
+class _OneByOne:
+    """Asks block by block and stops at the first that is missing. The loops run in C: a prompt may have 100,000 blocks."""
+
+    __slots__ = ("_hashes", "_readable", "_spec")
+
+    def __init__(self, spec: _Spec, hashes: _GroupHashes, readable: Readable) -> None:
+        self._spec, self._hashes, self._readable = spec, hashes, readable
+
+    def first_missing(self, start: int, stop: int, end: int) -> int:  # noqa: ARG002 - part of the protocol
+        for group_id in self._spec.group_ids:
+            missing = map(not_, map(self._readable, repeat(group_id), self._hashes.run(start, stop)))
+            stop = start + indexOf(chain(missing, (True,)), True)
+        return stop
+
+
+class _Batched:
+    """Asks for many blocks in a call: the rest of the run, then the runs that the next lower boundaries would need."""
+
+    __slots__ = ("_ahead", "_batch", "_boundary_blocks", "_hashes", "_readable_many", "_spec")
+
+    def __init__(self, spec: _Spec, hashes: _GroupHashes, readable_many: ReadableMany, boundary: int) -> None:
+        self._spec, self._hashes, self._readable_many = spec, hashes, readable_many
+        self._boundary_blocks = boundary // spec.block_tokens
+        self._batch = _LEAST_BATCH
+        self._ahead: dict[int, bool] = {}
+        """Answers that were not used yet, by block."""
+
+    def first_missing(self, start: int, stop: int, end: int) -> int:
+        ahead = self._ahead
+        for block in range(start, stop):
+            if block not in ahead:
+                self._ask(block, stop, start, end)
+            if not ahead.pop(block):
+                return block
+        return stop
+
+    def _ask(self, block: int, stop: int, start: int, end: int) -> None:
+        ahead = self._ahead
+        candidates = chain(range(block, stop), self._lower_runs(start, end))
+        asked = list(islice((b for b in candidates if b not in ahead), self._batch))
+        self._batch = min(self._batch * 2, _MOST_BATCH)
+        readable = asked
+        for group_id in self._spec.group_ids:
+            if not readable:
+                break
+            answers = self._readable_many(group_id, self._hashes.pick(readable))
+            if len(answers) != len(readable):
+                raise ReachabilityError(
+                    f"readable_many answered {len(answers)} values for {len(readable)} blocks of group {group_id}; it must "
+                    "answer one per hash, in order"
+                )
+            readable = list(compress(readable, answers))
+        ahead.update(dict.fromkeys(asked, False))
+        ahead.update(dict.fromkeys(readable, True))
+
+    def _lower_runs(self, low: int, end: int) -> Iterator[int]:
+        """Blocks below `low` that hits shorter than `end` blocks would need, longest hit first."""
+        spec = self._spec
+        while low > 0 and (end := end - self._boundary_blocks) > 0:
+            first, stop = spec.first_block(end), end + spec.extra
+            if first >= stop:
+                return
+            yield from range(first, min(stop, low))
+            low = min(low, first)
+
+
+class _Search:
+    """Finds the longest hit of one spec below ever smaller limits.
+
+    What was learnt stays: `_low` is the lowest block looked at, and all blocks from there to the end of the current
+    candidate are known to be readable. So a prefix is found once and then only trimmed, no block is asked about twice,
+    and all calls together are linear in the blocks.
+    """
+
+    __slots__ = ("_boundary_blocks", "_low", "_most", "_probe", "_spec")
+
+    def __init__(self, spec: _Spec, probe: _Probe, blocks: int, boundary: int) -> None:
+        self._spec, self._probe = spec, probe
+        self._boundary_blocks = boundary // spec.block_tokens
+        self._most = self._low = blocks
+
+    def longest(self, limit: int) -> int:
+        """Tokens of the spec's longest hit of at most `limit` tokens (not more than in the call before); a multiple of B."""
+        spec, extra = self._spec, self._spec.extra
+        end = self._align(min(limit // spec.block_tokens, self._most - extra))
+        while end > 0:
+            first, stop = spec.first_block(end), min(self._low, end + extra)
+            missing = self._probe.first_missing(first, stop, end) if first < stop else stop
+            self._low = min(self._low, first)
+            if missing >= stop:
+                return end * spec.block_tokens
+            # Runs only move left with their end, so every shorter hit that ends past the hole needs it as well.
+            end = self._align(missing - extra)
+        return 0
+
+    def _align(self, blocks: int) -> int:
+        return blocks // self._boundary_blocks * self._boundary_blocks
+
+
+def _common_length(searches: Sequence[_Search], limit: int) -> int:
+    """The greatest length that all specs accept: each in turn may only shrink it, until all agree."""
+    tokens, agreed = limit, 0
+    for search in cycle(searches):
+        longest = search.longest(tokens)
+        agreed = agreed + 1 if longest == tokens else 1
+        tokens = longest
+        if agreed == len(searches) or tokens <= 0:
+            break
+    return max(tokens, 0)
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _check_geometry(groups: Sequence[Group], hash_tokens: int) -> None:
+    if not groups:
+        raise LayoutError("reachability needs at least one group")
+    if isinstance(hash_tokens, bool) or not isinstance(hash_tokens, int) or hash_tokens < 1:
+        raise LayoutError(f"hash_tokens = {hash_tokens!r}: must be a whole number of tokens >= 1")
+    seen: set[int] = set()
+    for g in groups:
+        if g.id in seen:
+            raise LayoutError(f"group id {g.id} is given twice; ids must be unique")
+        seen.add(g.id)
+        if g.block_tokens % hash_tokens:
+            raise LayoutError(
+                f"group {g.id}: block_tokens {g.block_tokens} is not a multiple of the hash unit of {hash_tokens} tokens, so "
+                "its blocks have no hash; use a hash unit that divides every group's block_tokens"
+            )
+
+
+def _whole(what: str, tokens: int) -> int:
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+        raise ReachabilityError(f"{what} = {tokens!r}: must be a whole number of tokens >= 0")
+    return tokens
