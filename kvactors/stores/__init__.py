@@ -6,11 +6,23 @@ from typing import Any
 
 from kvactors.core.store import Store
 from kvactors.errors import ConfigError
+from kvactors.stores.fault_plan import PRESETS, Fault, FaultPlan
+from kvactors.stores.faulty import FaultyStore
 from kvactors.stores.memory import MemoryStore
 from kvactors.stores.pool import MemoryPool
 from kvactors.stores.sizes import parse_size
 
-__all__ = ["BACKENDS", "MemoryPool", "MemoryStore", "open_store", "parse_size"]
+__all__ = [
+    "BACKENDS",
+    "PRESETS",
+    "Fault",
+    "FaultPlan",
+    "FaultyStore",
+    "MemoryPool",
+    "MemoryStore",
+    "open_store",
+    "parse_size",
+]
 
 BACKENDS = ("memory", "mooncake")
 
