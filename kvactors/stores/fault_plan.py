@@ -21,6 +21,10 @@ OTHER_CALLS = ("register", "unregister", "health", "stats")
 WHATS = ("outcome", "raise", "short", "long", "latency", "freeze", "kill", "evict")
 
 
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """One thing that goes wrong. Conditions that are given must all hold; calls are counted per call name, from 1.
@@ -189,10 +193,6 @@ PRESETS: dict[str, tuple[Fault, ...]] = {
     "kill-writer": (Fault(what="kill", call="put_ranges", nth=3, raises=True),),
 }
 """Fault plans by name."""
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _outcome(text: str, where: str) -> Outcome:
