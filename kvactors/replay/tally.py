@@ -1,0 +1,81 @@
+"""The running counts of a replay, and their history for charts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+MOST_EVENTS = 200
+MOST_SAMPLES = 400
+
+
+class Sample(NamedTuple):
+    """The counts at one time; times in clock seconds since the start."""
+
+    at_s: float
+    completed: int
+    input_tokens: int
+    hit_tokens: int
+    hit_blocks: tuple[int, ...]
+    bytes_saved: int
+    bytes_loaded: int
+    open_sessions: int
+    load_failures: int
+
+
+@dataclass(slots=True)
+class GroupTally:
+    looked_up: int = 0
+    hit: int = 0
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of the harness itself; what sessions and transfers did is the engine's to count."""
+
+    groups: dict[int, GroupTally]
+    requests: int = 0
+    completed: int = 0
+    failed: int = 0
+    input_tokens: int = 0
+    hit_tokens: int = 0
+    computed_tokens: int = 0
+    verified_bytes: int = 0
+    mismatched_bytes: int = 0
+    load_failed: int = 0
+    recomputed_tokens: int = 0
+    steps: int = 0
+    compute_s: float = 0.0
+    exposed_load_s: float = 0.0
+    exposed_save_s: float = 0.0
+    events: list[str] = field(default_factory=list)
+    events_dropped: int = 0
+    samples: list[Sample] = field(default_factory=list)
+    _every: int = 1
+    _skipped: int = 0
+
+    @classmethod
+    def of(cls, group_ids: Iterable[int]) -> Tally:
+        return cls({g: GroupTally() for g in group_ids})
+
+    def event(self, text: str) -> None:
+        """Notes something that went wrong, for the report; only the first ones are kept."""
+        if len(self.events) < MOST_EVENTS:
+            self.events.append(text)
+        else:
+            self.events_dropped += 1
+
+    def wants_sample(self) -> bool:
+        """Whether the next request's end should be sampled; gets rarer as samples gather."""
+        self._skipped += 1
+        if self._skipped < self._every:
+            return False
+        self._skipped = 0
+        return True
+
+    def sample(self, sample: Sample) -> None:
+        self.samples.append(sample)
+        if len(self.samples) > MOST_SAMPLES:
+            self.samples = self.samples[::2]
+            self._every *= 2
