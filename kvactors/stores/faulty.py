@@ -23,6 +23,9 @@ from kvactors.stores.fault_plan import KEYED_CALLS, Fault, FaultPlan
 
 T = TypeVar("T")
 
+_Rows = list[int] | None
+"""The rows of a call that are to be carried out; None = the call as it came."""
+
 
 @dataclass(frozen=True, slots=True)
 class Injection:
@@ -162,14 +165,14 @@ class FaultyStore:
         return self._call("readable", keys, lambda rows: self.store.readable(_of(keys, rows)), _unreadable)
 
     def register(self, address: int, nbytes: int) -> None:
-        def make(_: list[int]) -> list[None]:
+        def make(_: _Rows) -> list[None]:
             self.store.register(address, nbytes)
             return []
 
         self._call("register", (), make, lambda _: None)
 
     def unregister(self, address: int) -> None:
-        def make(_: list[int]) -> list[None]:
+        def make(_: _Rows) -> list[None]:
             self.store.unregister(address)
             return []
 
@@ -193,14 +196,14 @@ class FaultyStore:
 
     # Inside
 
-    def _answer(self, call: str, keys: Sequence[str], make: Callable[[list[int]], list[Outcome]]) -> list[Outcome]:
+    def _answer(self, call: str, keys: Sequence[str], make: Callable[[_Rows], list[Outcome]]) -> list[Outcome]:
         return self._call(call, keys, make, lambda fault: fault.outcome or Outcome.UNREACHABLE)
 
     def _call(
         self,
         call: str,
         keys: Sequence[str],
-        make: Callable[[list[int]], list[T]],
+        make: Callable[[_Rows], list[T]],
         answer_of: Callable[[Fault], T],
     ) -> list[T]:
         """Ask the plan what goes wrong, then do it around `make`, which carries the call out for the rows it is given."""
@@ -226,8 +229,9 @@ class FaultyStore:
                 for row in rows:
                     wrong.setdefault(row, fault)
         sent = [row for row in everything if row not in wrong or wrong[row].applied]
-        real = make(sent) if sent or not keys else []
-        if not keys or len(real) != len(sent):
+        rows_sent: _Rows = None if len(sent) == len(keys) else sent
+        real = make(rows_sent) if rows_sent is None or sent else []
+        if not wrong or len(real) != len(sent):
             answers = list(real)
         else:
             by_row = dict(zip(sent, real, strict=True))
@@ -309,11 +313,11 @@ def _error(call: str, fault: Fault) -> StoreError:
     return StoreError(f"{call}: failed (injected)")
 
 
-def _of(values: Sequence[T], rows: list[int]) -> Sequence[T]:
-    return values if len(rows) == len(values) else [values[row] for row in rows]
+def _of(values: Sequence[T], rows: _Rows) -> Sequence[T]:
+    return values if rows is None else [values[row] for row in rows]
 
 
-def _rows(batch: RangeBatch, rows: list[int]) -> RangeBatch:
-    if len(rows) == len(batch.keys):
+def _rows(batch: RangeBatch, rows: _Rows) -> RangeBatch:
+    if rows is None:
         return batch
     return replace(batch, keys=[batch.keys[row] for row in rows], addresses=batch.addresses[np.asarray(rows, np.intp)])

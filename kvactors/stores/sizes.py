@@ -7,7 +7,7 @@ import re
 from kvactors.errors import ConfigError
 
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(?:I?B)?)", re.IGNORECASE)
+_PATTERN = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*(?:([KMGT]?)(?:I?B)?)", re.IGNORECASE | re.ASCII)
 
 
 def parse_size(text: object, key: str) -> int:
