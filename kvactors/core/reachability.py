@@ -15,10 +15,10 @@ differences named where they occur; tests/core/test_reachability_oracle.py compa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress, cycle, islice, repeat
-from operator import indexOf, not_
+from itertools import chain, compress, cycle, repeat
+from operator import indexOf, truth
 from typing import Protocol
 
 from kvactors.core.layout import Group, GroupKind
@@ -30,8 +30,8 @@ Readable = Callable[[int, bytes], bool]
 ReadableMany = Callable[[int, Sequence[bytes]], Sequence[bool]]
 """(group id, block hashes) -> the same for many blocks of a group, in order."""
 
-_LEAST_BATCH, _MOST_BATCH = 64, 4096
-"""Blocks in one `readable_many` call. It doubles from call to call: a miss stays cheap, a long hit takes few calls."""
+_LEAST_BATCH, _BATCH_GROWTH, _MOST_BATCH = 16, 4, 4096
+"""Blocks in one `readable_many` call, growing from call to call: a miss stays cheap, a long hit takes few calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Reachability:
         self.boundary_tokens = math.lcm(*(g.block_tokens for g in self.groups))
         """B: every hit ends on a multiple of it. With a single group it is that group's own block."""
         self._specs = _distinct_specs(self.groups)
-        self._spec_of = [next(s for s in self._specs if g.id in s.group_ids) for g in self.groups]
+        self._spec_of = [next(i for i, s in enumerate(self._specs) if g.id in s.group_ids) for g in self.groups]
 
     def longest_hit(
         self,
@@ -89,19 +89,8 @@ class Reachability:
             ReachabilityError: a negative length, nobody to ask, or a batch answered with a list of another length.
         """
         limit = _whole("prompt_tokens", prompt_tokens) - 1
-        if readable is None and readable_many is None:
-            raise ReachabilityError("longest_hit: needs readable or readable_many, else it cannot know what is stored")
-        searches = []
-        for spec in self._specs:
-            hashes = _GroupHashes(block_hashes, spec.block_tokens // self.hash_tokens)
-            probe: _Probe
-            if readable_many is not None:
-                probe = _Batched(spec, hashes, readable_many, self.boundary_tokens)
-            else:
-                assert readable is not None
-                probe = _OneByOne(spec, hashes, readable)
-            searches.append(_Search(spec, probe, hashes.blocks, self.boundary_tokens))
-        tokens = _common_length(searches, limit)
+        searches = (self._search(spec, block_hashes, readable, readable_many) for spec in self._specs)
+        tokens = _common_length(searches, len(self._specs), limit)
         return Hit(tokens, self.load_mask(tokens))
 
     def load_mask(self, num_tokens: int) -> tuple[Mask, ...]:
@@ -113,7 +102,7 @@ class Reachability:
             ReachabilityError: when no hit can have that length.
         """
         self._check_aligned("num_tokens", num_tokens)
-        return tuple(_load(spec, num_tokens) for spec in self._spec_of)
+        return self._per_group([_load(spec, num_tokens) for spec in self._specs])
 
     def lookup_mask(self, num_tokens: int) -> tuple[Mask, ...]:
         """Per group, the blocks worth asking a store about, for any length; it is rounded up to B.
@@ -157,7 +146,23 @@ class Reachability:
                 last = _whole("prompt_tokens", prompt_tokens) - 1
                 kept_ends.append(last // self.boundary_tokens * self.boundary_tokens)
             kept_ends.extend(junctions)
-        return tuple(_store(spec, num_tokens, self.boundary_tokens, retention, kept_ends) for spec in self._spec_of)
+        return self._per_group([_store(spec, num_tokens, self.boundary_tokens, retention, kept_ends) for spec in self._specs])
+
+    def _per_group(self, of_spec: Sequence[Mask]) -> tuple[Mask, ...]:
+        return tuple(of_spec[i] for i in self._spec_of)
+
+    def _search(
+        self, spec: _Spec, block_hashes: Sequence[bytes], readable: Readable | None, readable_many: ReadableMany | None
+    ) -> _Search:
+        hashes = _GroupHashes(block_hashes, spec.block_tokens // self.hash_tokens)
+        probe: _Probe
+        if readable_many is not None:
+            probe = _Batched(spec, hashes, readable_many)
+        elif readable is not None:
+            probe = _OneByOne(spec, hashes, readable)
+        else:
+            raise ReachabilityError("longest_hit: needs readable or readable_many, else it cannot know what is stored")
+        return _Search(spec, probe, hashes.blocks, self.boundary_tokens)
 
     def _check_aligned(self, what: str, tokens: int) -> None:
         if _whole(what, tokens) % self.boundary_tokens:
@@ -235,20 +240,29 @@ def _store(spec: _Spec, num_tokens: int, boundary: int, retention: int | None, k
     if spec.need is None or (spec.kind is GroupKind.STATE and retention is None):
         return (True,) * blocks
     run = spec.need + spec.extra
-    if segment and run * spec.block_tokens >= segment:
+    period = segment // spec.block_tokens
+    if segment and run >= period:
         return (True,) * blocks
-    # A segment that num_tokens cuts short keeps the part of its run that is there already: its end may still come.
-    segment_ends = range(segment, num_tokens + segment, segment) if segment else ()
-    keep = [False] * blocks
-    for end_tokens in chain(segment_ends, kept_ends):
+    if segment:
+        # A segment that num_tokens cuts short keeps the part of its run that is there already: its end may still come.
+        keep = [False] * spec.extra + ([False] * (period - run) + [True] * run) * (blocks // period + 1)
+        del keep[blocks:]
+    else:
+        keep = [False] * blocks
+    for end_tokens in kept_ends:
         end = end_tokens // spec.block_tokens + spec.extra
-        first, stop = max(0, end - run), min(end, blocks)
-        if first < stop:
-            keep[first:stop] = repeat(True, stop - first)
+        for block in range(max(0, end - run), min(end, blocks)):
+            keep[block] = True
     return tuple(keep)
 
 
 # -- the search for the longest hit ----------------------------------------------------------------------------------
+
+
+class _Probe(Protocol):
+    def answers(self, blocks: range) -> Iterator[object]:
+        """For each of the blocks, in order, something true if all groups of the spec can read it. Asks as it is read."""
+        ...
 
 
 class _GroupHashes:
@@ -261,92 +275,74 @@ class _GroupHashes:
         self.blocks = len(fine) // units
         """How many whole blocks have a hash."""
 
-    def run(self, start: int, stop: int) -> Iterator[bytes]:
-        """Hashes of the blocks from `start` to before `stop`."""
+    def of(self, blocks: range) -> Iterator[bytes]:
         units = self._units
-        return map(self._fine.__getitem__, range((start + 1) * units - 1, stop * units, units))
+        last_units = range((blocks.start + 1) * units - 1, (blocks.stop + 1) * units - 1, blocks.step * units)
+        return map(self._fine.__getitem__, last_units)
 
     def pick(self, blocks: Sequence[int]) -> list[bytes]:
         fine, units = self._fine, self._units
         return [fine[(block + 1) * units - 1] for block in blocks]
 
 
-class _Probe(Protocol):
-    def first_missing(self, start: int, stop: int, end: int) -> int:
-        """First block in [start, stop) that cannot be read, else `stop`; asked on behalf of a hit of `end` blocks."""
-        ...
-
-
 class _OneByOne:
-    """Asks block by block and stops at the first that is missing. The loops run in C: a prompt may have 100,000 blocks."""
+    """Asks block by block. Its loops run in C, because a prompt may have 100,000 blocks."""
 
-    __slots__ = ("_hashes", "_readable", "_spec")
+    __slots__ = ("_group_ids", "_hashes", "_readable")
 
     def __init__(self, spec: _Spec, hashes: _GroupHashes, readable: Readable) -> None:
-        self._spec, self._hashes, self._readable = spec, hashes, readable
+        self._group_ids, self._hashes, self._readable = spec.group_ids, hashes, readable
 
-    def first_missing(self, start: int, stop: int, end: int) -> int:  # noqa: ARG002 - part of the protocol
-        for group_id in self._spec.group_ids:
-            missing = map(not_, map(self._readable, repeat(group_id), self._hashes.run(start, stop)))
-            stop = start + indexOf(chain(missing, (True,)), True)
-        return stop
+    def answers(self, blocks: range) -> Iterator[object]:
+        if len(self._group_ids) == 1:
+            return map(self._readable, repeat(self._group_ids[0]), self._hashes.of(blocks))
+        return map(self._all_readable, self._hashes.of(blocks))
+
+    def _all_readable(self, block_hash: bytes) -> bool:
+        return all(map(self._readable, self._group_ids, repeat(block_hash)))
 
 
 class _Batched:
-    """Asks for many blocks in a call: the rest of the run, then the runs that the next lower boundaries would need."""
+    """Asks for many blocks in a call, and remembers the answers that were not used at once."""
 
-    __slots__ = ("_ahead", "_batch", "_boundary_blocks", "_hashes", "_readable_many", "_spec")
+    __slots__ = ("_batch", "_group_ids", "_hashes", "_known", "_readable_many")
 
-    def __init__(self, spec: _Spec, hashes: _GroupHashes, readable_many: ReadableMany, boundary: int) -> None:
-        self._spec, self._hashes, self._readable_many = spec, hashes, readable_many
-        self._boundary_blocks = boundary // spec.block_tokens
+    def __init__(self, spec: _Spec, hashes: _GroupHashes, readable_many: ReadableMany) -> None:
+        self._group_ids, self._hashes, self._readable_many = spec.group_ids, hashes, readable_many
         self._batch = _LEAST_BATCH
-        self._ahead: dict[int, bool] = {}
-        """Answers that were not used yet, by block."""
+        self._known: dict[int, object] = {}
 
-    def first_missing(self, start: int, stop: int, end: int) -> int:
-        ahead = self._ahead
-        for block in range(start, stop):
-            if block not in ahead:
-                self._ask(block, stop, start, end)
-            if not ahead.pop(block):
-                return block
-        return stop
+    def answers(self, blocks: range) -> Iterator[object]:
+        return chain.from_iterable(map(self._ask, self._batches(blocks)))
 
-    def _ask(self, block: int, stop: int, start: int, end: int) -> None:
-        ahead = self._ahead
-        candidates = chain(range(block, stop), self._lower_runs(start, end))
-        asked = list(islice((b for b in candidates if b not in ahead), self._batch))
-        self._batch = min(self._batch * 2, _MOST_BATCH)
-        readable = asked
-        for group_id in self._spec.group_ids:
-            if not readable:
+    def _batches(self, blocks: range) -> Iterator[range]:
+        while blocks:
+            batch, self._batch = self._batch, min(self._batch * _BATCH_GROWTH, _MOST_BATCH)
+            yield blocks[:batch]
+            blocks = blocks[batch:]
+
+    def _ask(self, blocks: range) -> Iterator[object]:
+        known = self._known
+        unknown = [block for block in blocks if block not in known]
+        known.update(dict.fromkeys(unknown, False))
+        for group_id in self._group_ids:
+            if not unknown:
                 break
-            answers = self._readable_many(group_id, self._hashes.pick(readable))
-            if len(answers) != len(readable):
+            answers = self._readable_many(group_id, self._hashes.pick(unknown))
+            if len(answers) != len(unknown):
                 raise ReachabilityError(
-                    f"readable_many answered {len(answers)} values for {len(readable)} blocks of group {group_id}; it must "
+                    f"readable_many answered {len(answers)} values for {len(unknown)} blocks of group {group_id}; it must "
                     "answer one per hash, in order"
                 )
-            readable = list(compress(readable, answers))
-        ahead.update(dict.fromkeys(asked, False))
-        ahead.update(dict.fromkeys(readable, True))
-
-    def _lower_runs(self, low: int, end: int) -> Iterator[int]:
-        """Blocks below `low` that hits shorter than `end` blocks would need, longest hit first."""
-        spec = self._spec
-        while low > 0 and (end := end - self._boundary_blocks) > 0:
-            first, stop = spec.first_block(end), end + spec.extra
-            if first >= stop:
-                return
-            yield from range(first, min(stop, low))
-            low = min(low, first)
+            unknown = list(compress(unknown, answers))
+        known.update(dict.fromkeys(unknown, True))
+        return map(known.__getitem__, blocks)
 
 
 class _Search:
     """Finds the longest hit of one spec below ever smaller limits.
 
-    What was learnt stays: `_low` is the lowest block looked at, and all blocks from there to the end of the current
+    What was learnt stays: `_low` is the lowest block looked at, and all blocks from there to the end of the present
     candidate are known to be readable. So a prefix is found once and then only trimmed, no block is asked about twice,
     and all calls together are linear in the blocks.
     """
@@ -356,36 +352,57 @@ class _Search:
     def __init__(self, spec: _Spec, probe: _Probe, blocks: int, boundary: int) -> None:
         self._spec, self._probe = spec, probe
         self._boundary_blocks = boundary // spec.block_tokens
-        self._most = self._low = blocks
+        self._low = blocks
+        self._most = blocks - spec.extra
 
     def longest(self, limit: int) -> int:
         """Tokens of the spec's longest hit of at most `limit` tokens (not more than in the call before); a multiple of B."""
         spec, extra = self._spec, self._spec.extra
-        end = self._align(min(limit // spec.block_tokens, self._most - extra))
+        end, seen = self._align(min(limit // spec.block_tokens, self._most)), 0
         while end > 0:
-            first, stop = spec.first_block(end), min(self._low, end + extra)
-            missing = self._probe.first_missing(first, stop, end) if first < stop else stop
+            first = spec.first_block(end)
+            run = range(first + seen, min(self._low, end + extra))
+            readable = _before(False, self._probe.answers(run)) if run else 0
             self._low = min(self._low, first)
-            if missing >= stop:
+            if readable == len(run):
                 return end * spec.block_tokens
-            # Runs only move left with their end, so every shorter hit that ends past the hole needs it as well.
-            end = self._align(missing - extra)
+            # Runs move left with their end, so every shorter hit that ends past the hole would need that block as well.
+            end, seen = self._skip(self._align(run[readable] - extra))
         return 0
+
+    def _skip(self, end: int) -> tuple[int, int]:
+        """Goes on to the next hit whose leftmost block is there: that block alone rules out most of the others.
+
+        Returns its blocks, and how many of its run (from the left) are now known to be readable.
+        """
+        need = self._spec.need
+        if need is None or end < need:
+            return end, 0
+        # Without its leftmost block a hit fails, and so do the shorter ones down to the first that lies all to its left.
+        stride = -self._align(-(need + self._spec.extra))
+        leftmost = range(end - need, -1, -stride)
+        skipped = _before(True, self._probe.answers(leftmost))
+        return end - skipped * stride, int(skipped < len(leftmost))
 
     def _align(self, blocks: int) -> int:
         return blocks // self._boundary_blocks * self._boundary_blocks
 
 
-def _common_length(searches: Sequence[_Search], limit: int) -> int:
-    """The greatest length that all specs accept: each in turn may only shrink it, until all agree."""
+def _before(wanted: bool, answers: Iterator[object]) -> int:
+    """How many answers come before the first that is `wanted`; all of them if none is."""
+    return indexOf(chain(map(truth, answers), (wanted,)), wanted)
+
+
+def _common_length(searches: Iterable[_Search], count: int, limit: int) -> int:
+    """The greatest length that all `count` specs accept: each in turn may only shrink it, until all agree."""
     tokens, agreed = limit, 0
     for search in cycle(searches):
         longest = search.longest(tokens)
         agreed = agreed + 1 if longest == tokens else 1
         tokens = longest
-        if agreed == len(searches) or tokens <= 0:
+        if agreed == count or not tokens:
             break
-    return max(tokens, 0)
+    return tokens
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------

@@ -183,6 +183,10 @@ def test_hashes_may_be_longer_or_shorter_than_the_prompt(hashed: int, prompt: in
     assert hit([full(16, 0), state(16)], 16, prompt, {0: ALL, 2: ALL}, hashed).tokens == tokens
 
 
+def test_a_hit_that_needs_no_block_still_ends_within_the_hashes() -> None:
+    assert hit([chunked(16, 16)], 16, 65, {3: ()}, hashed=32).tokens == 32
+
+
 def test_a_speculative_group_may_match_its_extra_block_past_the_prompt() -> None:
     assert hit([full(16, speculative=True)], 16, 65, {0: ALL}, hashed=80).tokens == 64
 
@@ -219,7 +223,7 @@ STORE_ROWS = [
     ("128-blocks, B=512", [full(512, 0), window(128, 128)], 512, None, None, (), 1, [3]),
     ("one window group alone keeps all", [window(16, 17)], 64, None, None, (), 0, [0, 1, 2, 3]),
     ("speculative", [full(32, 0), window(8, 8, speculative=True)], 128, None, None, (), 1, [3, 4, 7, 8, 11, 12, 15]),
-    ("one of two equal specs", [full(32, 0), window(8, 8), window(8, 8, 2, speculative=True)], 64, None, None, (), 1, [3, 4, 7]),
+    ("one of two equals", [full(32, 0), window(8, 8), window(8, 8, 2, speculative=True)], 64, None, None, (), 1, [3, 4, 7]),
     ("full-type groups: all", [full(32, 0), window(8, 8)], 64, None, 0, (), 0, [0, 1]),
     ("chunked local: all", [full(32, 0), chunked(8, 16)], 64, None, 0, (), 1, list(range(8))),
     ("no tokens", [full(32, 0), window(8, 8)], 0, None, None, (), 1, []),
@@ -228,6 +232,7 @@ STORE_ROWS = [
     ("retention 0, two-block window", [full(32, 0), window(8, 16)], 96, 100, 0, (), 1, [10, 11]),
     ("retention 0, replay not computed yet", [full(32, 0), window(8, 8)], 64, 100, 0, (), 1, []),
     ("retention 0, prompt within the first B", [full(32, 0), window(8, 8)], 32, 32, 0, (), 1, []),
+    ("retention 0, empty prompt", [full(32, 0), window(8, 8)], 64, 0, 0, (), 1, []),
     ("retention 0, prompt unknown", [full(32, 0), window(8, 8)], 96, None, 0, (), 1, []),
     ("retention 0, junction", [full(32, 0), window(8, 8)], 96, 100, 0, (32,), 1, [3, 11]),
     ("retention 0, junction beyond what is computed", [full(32, 0), window(8, 8)], 32, None, 0, (64,), 1, []),
@@ -422,7 +427,8 @@ def is_speculative(group: Group, groups: Sequence[Group]) -> bool:
 
 def brute_force(groups: Sequence[Group], unit: int, hashes: int, prompt: int, blocks: dict) -> int:
     boundary = math.lcm(*(g.block_tokens for g in groups))
-    for tokens in range((max(prompt, 1) - 1) // boundary * boundary, 0, -boundary):
+    longest = min(max(prompt, 1) - 1, hashes * unit)  # a hit past the hashes could not be told from another prompt's
+    for tokens in range(longest // boundary * boundary, 0, -boundary):
         wanted = [(g, b) for g in groups for b in needs(g, is_speculative(g, groups), tokens)]
         if all((b + 1) * g.block_tokens <= hashes * unit and b in blocks[g.id] for g, b in wanted):
             return tokens
