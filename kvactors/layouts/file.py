@@ -48,10 +48,23 @@ def layout_from_data(data: Any, where: str) -> KVLayout:
         raise LayoutError(f"{where}: name: {name!r} must be a non-empty text")
     if not isinstance(groups, list) or not groups:
         raise LayoutError(f"{where}: groups: must be a list of at least one group")
+    made = [_group(f"{where}: group {i}", i, g) for i, g in enumerate(groups)]
+    _check_blocks(where, made)
     try:
-        return KVLayout(name, [_group(f"{where}: group {i}", i, g) for i, g in enumerate(groups)])
+        return KVLayout(name, made)
     except LayoutError as error:
         raise _located(where, error) from None
+
+
+def _check_blocks(where: str, groups: list[Group]) -> None:
+    """Every block size must divide the largest: else hits end only where blocks of unlike sizes happen to meet."""
+    most = max(g.block_tokens for g in groups)
+    for group in groups:
+        if most % group.block_tokens:
+            raise LayoutError(
+                f"{where}: group {group.id}: block_tokens: {group.block_tokens} does not divide the layout's largest block "
+                f"of {most} tokens"
+            )
 
 
 def _group(where: str, number: int, data: Any) -> Group:

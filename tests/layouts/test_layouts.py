@@ -151,6 +151,7 @@ def entries(*items: dict[str, Any]) -> dict[str, Any]:
         ({"name": "m", "groups": [group(window=64)]}, ["group 0", "window is only for"]),
         ({"name": "m", "groups": [group(block_tokens=0)]}, ["group 0", "block_tokens", "at least 1"]),
         ({"name": "m", "groups": [group(block_tokens="16")]}, ["group 0", "block_tokens"]),
+        ({"name": "m", "groups": [group(block_tokens=512), group(block_tokens=768)]}, ["group 0", "512", "divide", "768"]),
         ({"name": "m", "groups": [group(layers=[0, 0])]}, ["group 0", "layer 0 is given twice"]),
         ({"name": "m", "groups": [group(layers=[-1])]}, ["group 0", "layers", "-1"]),
         ({"name": "m", "groups": [group(layers=...)]}, ["group 0", "layers", "missing"]),

@@ -1,0 +1,277 @@
+"""The command line: `kvactors replay`, `kvactors layout`, `kvactors doctor`.
+
+Exit codes: 0 = all well; 1 = a request failed, a byte was wrong or an invariant broke; 2 = bad usage or input, with one
+line on stderr; 130 = interrupted (after a drain and the partial report).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from kvactors import __version__
+from kvactors.core.layout import KVLayout
+from kvactors.errors import KVActorsError, LocalError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Commands(click.Group):
+    """Turns our own errors into one line on stderr and exit code 2."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        standalone = kwargs.pop("standalone_mode", True)
+        code: Any
+        try:
+            code = super().main(*args, **{**kwargs, "standalone_mode": False})
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.format_message())
+            code = 2
+        except click.exceptions.Exit as error:
+            code = error.exit_code
+        except click.ClickException as error:
+            _complain(error.format_message())
+            code = 2
+        except click.Abort:
+            code = 130
+        except LocalError as error:
+            _complain(str(error))
+            code = 2
+        except KVActorsError as error:
+            _complain(str(error))
+            code = 1
+        if not standalone:
+            return code
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(text: str) -> None:
+    click.echo(f"kvactors: {' '.join(text.split())}", err=True)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kvactors")
+def cli() -> None:
+    """KV-cache blocks of hybrid models, moved layer by layer between a worker and a store."""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point of the `kvactors` command."""
+    cli.main(args=list(args) if args is not None else None, prog_name="kvactors")
+
+
+# -- layouts -------------------------------------------------------------------------------------------------------------
+
+
+def _size(_: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    from kvactors.stores import parse_size
+
+    return None if value is None else parse_size(value, parameter.opts[0])
+
+
+def _layout_options(command: F) -> F:
+    command = click.option(
+        "--block-tokens", type=click.IntRange(min=1), metavar="N", help="Block size of every group, in tokens."
+    )(command)
+    return click.option(
+        "--scale",
+        type=click.IntRange(min=1),
+        default=1,
+        metavar="F",
+        help="Divide every entry's bytes by F (rounded up to 16).",
+    )(command)
+
+
+def _resolve(name: str, block_tokens: int | None, factor: int) -> tuple[KVLayout, Any]:
+    from kvactors.layouts import find_layout, scale, with_block_tokens
+
+    layout, family = find_layout(name)
+    if block_tokens is not None:
+        layout = with_block_tokens(layout, block_tokens)
+    return scale(layout, factor), family
+
+
+@cli.group("layout")
+def layout_group() -> None:
+    """Show the built-in layouts, and layout files."""
+
+
+@layout_group.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def layout_list(as_json: bool) -> None:
+    """List the built-in layouts."""
+    from kvactors.layouts.show import list_layouts
+
+    click.echo(list_layouts(as_json), nl=False)
+
+
+@layout_group.command("show")
+@click.argument("name", metavar="NAME|FILE")
+@_layout_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def layout_show(name: str, block_tokens: int | None, scale: int, as_json: bool) -> None:
+    """Show a layout: groups, ranges with offsets, object bytes, digest, an example key."""
+    from kvactors.layouts.show import describe, show_layout
+
+    layout, family = _resolve(name, block_tokens, scale)
+    if as_json:
+        click.echo(json.dumps(describe(layout, family), indent=2))
+    else:
+        show_layout(layout, family)
+
+
+def _later(option: str, what: str, *, flag: bool = False) -> Callable[[F], F]:
+    """A documented option that this version does not have yet: hidden, and refused with the reason."""
+
+    def refuse(_: click.Context, __: click.Parameter, value: object) -> None:
+        if value:
+            raise click.UsageError(f"{option}: {what} comes with a later version")
+
+    return click.option(option, is_flag=flag, hidden=True, expose_value=False, callback=refuse)
+
+
+# -- replay --------------------------------------------------------------------------------------------------------------
+
+
+@cli.command()
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False, readable=True))
+@click.option("--layout", "layout_name", default="seed-example", show_default=True, metavar="NAME|FILE", help="The model.")
+@_layout_options
+@click.option("--store", default="memory", show_default=True, metavar="NAME", help="Where the blocks go.")
+@click.option("--capacity", metavar="SIZE", callback=_size, help='Store capacity ("512MB", "1.5GB"); default: no bound.')
+@click.option("--retention", type=click.IntRange(min=0), metavar="TOKENS", help="Keep windows and states only this often.")
+@click.option(
+    "--local-blocks", type=click.IntRange(min=1), metavar="N", help="Bound of the local pool, in blocks of all groups."
+)
+@click.option(
+    "--concurrency", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Requests in a step."
+)
+@click.option("--chunk-tokens", type=click.IntRange(min=1), default=8192, show_default=True, metavar="N", help="Prefill chunk.")
+@click.option(
+    "--speed",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="X",
+    help="Play by timestamps, X times as fast; default: each request at once.",
+)
+@click.option("--requests", type=click.IntRange(min=1), metavar="N", help="Only the first N requests.")
+@click.option("--skip-bad", is_flag=True, help="Count and skip bad trace lines.")
+@click.option("--faults", metavar="PRESET|FILE", help="Inject faults: a preset or a plan (YAML).")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="For faults and chance.")
+@click.option("--report", "report_file", metavar="FILE", help="Write the JSON report.")
+@click.option("--html", "html_file", metavar="FILE", help="Write a page with charts.")
+@click.option("--timeline", "timeline_file", metavar="FILE", help="Write a Chrome/Perfetto trace.")
+@_later("--local-master", "the Mooncake store", flag=True)
+@_later("--virtual", "the virtual clock", flag=True)
+@_later("--bandwidth", "the virtual clock")
+@_later("--latency", "the virtual clock")
+@_later("--layer-time", "the virtual clock")
+def replay(
+    trace: str,
+    layout_name: str,
+    block_tokens: int | None,
+    scale: int,
+    store: str,
+    capacity: int | None,
+    retention: int | None,
+    local_blocks: int | None,
+    concurrency: int,
+    chunk_tokens: int,
+    speed: float | None,
+    requests: int | None,
+    skip_bad: bool,
+    faults: str | None,
+    seed: int,
+    report_file: str | None,
+    html_file: str | None,
+    timeline_file: str | None,
+) -> int:
+    """Run a recorded request trace through the engine, with real bytes, and print what happened."""
+    if store == "mooncake":
+        raise click.UsageError("--store mooncake: the Mooncake store comes with a later version; use --store memory")
+    if store != "memory":
+        raise click.UsageError(f"--store {store}: unknown store; use memory")
+    layout, _ = _resolve(layout_name, block_tokens, scale)
+    outputs = {"--report": report_file, "--html": html_file, "--timeline": timeline_file}
+    _check_outputs(trace, outputs)
+
+    from kvactors.replay.live import ReplayOptions, plan_replay
+
+    options = ReplayOptions(
+        trace=trace,
+        layout=layout,
+        store=store,
+        capacity=capacity,
+        retention=retention,
+        local_blocks=local_blocks,
+        concurrency=concurrency,
+        chunk_tokens=chunk_tokens,
+        speed=speed,
+        requests=requests,
+        skip_bad=skip_bad,
+        faults=_faults(faults),
+        seed=seed,
+    )
+    plan = plan_replay(options)
+
+    from kvactors.replay.command import run_and_show
+
+    return run_and_show(plan, report_file=report_file, html_file=html_file, timeline_file=timeline_file)
+
+
+def _faults(text: str | None) -> Any:
+    if text is None:
+        return None
+    from kvactors.stores import PRESETS, FaultPlan
+
+    if text in PRESETS:
+        return FaultPlan.preset(text)
+    if text.endswith((".yaml", ".yml", ".json")) or Path(text).exists():
+        return FaultPlan.load(text)
+    raise click.UsageError(f"--faults {text}: no such preset or file; presets are {', '.join(PRESETS)}")
+
+
+def _check_outputs(trace: str, outputs: dict[str, str | None]) -> None:
+    """Refuses an output that cannot be written, before the run."""
+    import os
+
+    seen: dict[Path, str] = {Path(trace).resolve(): "the trace"}
+    for option, name in outputs.items():
+        if name is None:
+            continue
+        path = Path(name)
+        if path.resolve() in seen:
+            raise click.UsageError(f"{option} {name}: is the same file as {seen[path.resolve()]}")
+        seen[path.resolve()] = option
+        if path.is_dir():
+            raise click.UsageError(f"{option} {name}: is a directory")
+        folder = path.resolve().parent
+        if not folder.is_dir():
+            raise click.UsageError(f"{option} {name}: there is no directory {folder}")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise click.UsageError(f"{option} {name}: cannot be written")
+
+
+# -- doctor --------------------------------------------------------------------------------------------------------------
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(as_json: bool) -> int:
+    """What is installed, in which version; a loopback self-test; what is missing and how to install it."""
+    from kvactors.doctor import examine, print_findings
+
+    findings = examine()
+    if as_json:
+        click.echo(json.dumps([f.as_dict() for f in findings], indent=2))
+    else:
+        print_findings(findings)
+    return 1 if any(f.broken for f in findings) else 0
+
+
+if __name__ == "__main__":
+    main()

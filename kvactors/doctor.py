@@ -1,0 +1,244 @@
+"""What is installed, which version, whether it works, and the command that installs what is missing."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib
+import importlib.util
+import json
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+OK, MISSING, BROKEN = "ok", "missing", "broken"
+
+MOONCAKE_DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
+MOONCAKE_LIBRARIES = {
+    "ibverbs": "libibverbs1",
+    "numa": "libnuma1",
+    "curl": "libcurl4",
+    "nl-3": "libnl-3-200",
+    "nl-route-3": "libnl-route-3-200",
+}
+"""Shared libraries that the Mooncake client loads, and the Debian packages that have them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the examination. `needed` = kvactors does not run without it; else it is optional."""
+
+    name: str
+    status: str
+    detail: str
+    fix: str = ""
+    needed: bool = False
+
+    @property
+    def broken(self) -> bool:
+        """Whether this must be repaired before kvactors can be used."""
+        return self.status == BROKEN or (self.needed and self.status != OK)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def examine() -> list[Finding]:
+    """Looks at everything; takes a few seconds where torch is installed."""
+    checks: tuple[Callable[[], Finding], ...] = (
+        _python,
+        lambda: _package("numpy", "pip install 'kvactors'", needed=True),
+        lambda: _package("msgspec", "pip install 'kvactors'", needed=True),
+        _uvloop,
+        _torch,
+        _torch_npu,
+        _mooncake_client,
+        _mooncake_master,
+        _mooncake_libraries,
+        _vllm,
+        store_loopback,
+        engine_loopback,
+    )
+    return [check() for check in checks]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _package(name: str, fix: str, *, needed: bool = False) -> Finding:
+    version = _version(name)
+    return Finding(name, OK if version else MISSING, version or "not installed", "" if version else fix, needed)
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    ok = sys.version_info >= (3, 11)
+    return Finding(
+        "python",
+        OK if ok else BROKEN,
+        f"{version} on {platform.platform()}",
+        "" if ok else "install Python 3.11 or newer",
+        True,
+    )
+
+
+def _uvloop() -> Finding:
+    version = _version("uvloop")
+    if version is None:
+        return Finding(
+            "uvloop", MISSING, "not installed; asyncio's own loop is used, which wakes up slower", "pip install uvloop"
+        )
+    return Finding("uvloop", OK, version)
+
+
+def _torch() -> Finding:
+    version = _version("torch")
+    if version is None:
+        return Finding("torch", MISSING, "not installed; needed for tensors and devices", "pip install 'kvactors[torch]'")
+    try:
+        torch = importlib.import_module("torch")
+        device = "cpu"
+        if torch.cuda.is_available():
+            device = f"cuda: {torch.cuda.get_device_name(0)}"
+    except Exception as error:
+        return Finding("torch", BROKEN, f"{version} cannot be imported: {_line(error)}", "pip install --force-reinstall torch")
+    return Finding("torch", OK, f"{version}, device {device}")
+
+
+def _torch_npu() -> Finding:
+    version = _version("torch-npu")
+    if version is None:
+        return Finding("torch-npu", MISSING, "not installed; needed on Ascend NPUs only", "pip install 'kvactors[ascend]'")
+    return Finding("torch-npu", OK, version)
+
+
+def _mooncake_client() -> Finding:
+    fix = "pip install 'kvactors[mooncake]'"
+    found = next(((d, v) for d in MOONCAKE_DISTRIBUTIONS if (v := _version(d))), None)
+    if found is None:
+        return Finding("mooncake client", MISSING, "not installed", fix)
+    distribution, version = found
+    try:
+        store = importlib.import_module("mooncake.store")
+        has_sessions = hasattr(store.MooncakeDistributedStore, "batch_put_session_start")
+    except Exception as error:
+        hint = f"apt-get install {' '.join(MOONCAKE_LIBRARIES.values())}"
+        return Finding("mooncake client", BROKEN, f"{distribution} {version} cannot be imported: {_line(error)}", hint)
+    if not has_sessions:
+        return Finding("mooncake client", BROKEN, f"{distribution} {version} has no session calls (0.3.13 or newer has)", fix)
+    return Finding("mooncake client", OK, f"{distribution} {version}")
+
+
+def _mooncake_master() -> Finding:
+    here = Path(sys.executable).parent / "mooncake_master"
+    path = shutil.which("mooncake_master") or (str(here) if here.exists() else None)
+    if path is None:
+        return Finding("mooncake master", MISSING, "mooncake_master is not on the PATH", "pip install 'kvactors[mooncake]'")
+    return Finding("mooncake master", OK, path)
+
+
+def _mooncake_libraries() -> Finding:
+    missing = [package for name, package in MOONCAKE_LIBRARIES.items() if ctypes.util.find_library(name) is None]
+    if missing:
+        return Finding(
+            "mooncake libraries", MISSING, f"not found: {', '.join(missing)}", f"apt-get install {' '.join(missing)}"
+        )
+    return Finding("mooncake libraries", OK, ", ".join(MOONCAKE_LIBRARIES.values()))
+
+
+def _vllm() -> Finding:
+    version = _version("vllm")
+    if version is None:
+        return Finding("vllm", MISSING, "not installed", "pip install 'kvactors[vllm]'")
+    return Finding("vllm", OK, version)
+
+
+def store_loopback() -> Finding:
+    """Writes an object to an embedded store and reads it back."""
+    import numpy as np
+
+    from kvactors.core.store import RangeBatch
+    from kvactors.stores import open_store
+
+    name, n = "embedded store", 4096
+    try:
+        store = open_store("memory")
+        memory = np.zeros(2 * n, np.uint8)
+        memory[:n] = np.arange(n) % 251
+        base = memory.ctypes.data
+        store.register(base, memory.nbytes)
+
+        def batch(address: int) -> RangeBatch:
+            return RangeBatch(["doctor"], np.array([[address]], np.int64), np.array([n], np.int64), np.array([0], np.int64))
+
+        answers = [
+            *store.put_open(["doctor"], [n]),
+            *store.put_ranges(batch(base)),
+            *store.put_commit(["doctor"]),
+            *store.get_open(["doctor"], [n]),
+            *store.get_ranges(batch(base + n)),
+            *store.get_close(["doctor"]),
+        ]
+        store.close()
+    except Exception as error:
+        return Finding(name, BROKEN, f"self-test raised {_line(error)}", needed=True)
+    if not all(answer.ok for answer in answers) or not (memory[:n] == memory[n:]).all():
+        return Finding(name, BROKEN, f"self-test answered {', '.join(a.value for a in answers)}", needed=True)
+    return Finding(name, OK, f"{n} bytes written, committed, read back and compared", needed=True)
+
+
+def engine_loopback() -> Finding:
+    """Replays two requests with a common prefix: the second must be served from the store, every byte right."""
+    name = "engine"
+    try:
+        from kvactors.layouts import FAMILIES
+        from kvactors.replay.live import ReplayOptions, plan_replay, run_live
+
+        rows = [{"timestamp": 0, "input_length": 4096, "hash_ids": list(range(8))} for _ in range(2)]
+        with tempfile.TemporaryDirectory(prefix="kvactors-doctor-") as folder:
+            trace = Path(folder) / "trace.jsonl"
+            trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            report = run_live(plan_replay(ReplayOptions(str(trace), FAMILIES["seed-example"].build()))).report
+    except Exception as error:
+        return Finding(name, BROKEN, f"self-test raised {_line(error)}", needed=True)
+    if report.broken or report.tokens.hit != 3072:
+        why = "; ".join(report.invariants.violations) or f"{report.tokens.hit} tokens hit, 3072 expected"
+        return Finding(name, BROKEN, f"self-test: {why}", needed=True)
+    return Finding(
+        name, OK, f"two requests replayed, {report.tokens.hit} tokens hit, {report.bytes.verified} bytes compared", "", True
+    )
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def print_findings(findings: list[Finding], console: Console | None = None) -> None:
+    """Prints a table, then the commands that install what is missing."""
+    console = console or Console(soft_wrap=True)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    colours = {OK: "green", MISSING: "yellow", BROKEN: "bold red"}
+    for f in findings:
+        table.add_row(f.name, f"[{colours[f.status]}]{f.status}[/]", _plain(f.detail))
+    console.print(table)
+    fixes = list(dict.fromkeys(f.fix for f in findings if f.fix))
+    if fixes:
+        console.print("\nTo install what is missing (all optional unless it says broken above):")
+        for fix in fixes:
+            console.print(f"  {fix}", markup=False, highlight=False)
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")

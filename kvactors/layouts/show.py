@@ -1,0 +1,126 @@
+"""What `kvactors layout` prints."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvactors.core.layout import Group, KVLayout
+from kvactors.layouts.families import FAMILIES, Family
+from kvactors.layouts.scale import boundary_tokens
+
+_EXAMPLE_HASH = bytes(range(8))
+
+
+def list_layouts(as_json: bool = False) -> str:
+    """The built-in families, one a line, or as JSON."""
+    rows = [
+        {"name": f.name, "summary": f.summary, "groups": len(layout.groups), "boundary_tokens": boundary_tokens(layout)}
+        for f in FAMILIES.values()
+        for layout in [f.build()]
+    ]
+    if as_json:
+        return json.dumps(rows, indent=2) + "\n"
+    width = max(len(name) for name in FAMILIES)
+    return "".join(f"{row['name']:<{width}}  {row['summary']}\n" for row in rows)
+
+
+def describe(layout: KVLayout, family: Family | None = None) -> dict[str, Any]:
+    """A layout as plain data: groups with their ranges, object bytes, commit layers, digest, example keys."""
+    groups = [
+        {
+            "id": g.id,
+            "kind": g.kind.value,
+            "block_tokens": g.block_tokens,
+            "window": g.window,
+            "chunk_tokens": g.chunk_tokens,
+            "speculative": g.speculative,
+            "kv_heads": g.kv_heads,
+            "layers": list(g.layers),
+            "commit_layer": int(layout.commit_layer(g.id)),
+            "object_bytes": layout.object_bytes(g.id),
+            "ranges": [
+                {
+                    "layer": int(r.layer),
+                    "entry": r.entry.name,
+                    "offset": r.offset,
+                    "bytes": r.entry.nbytes,
+                    "stride": r.entry.stride,
+                    "dtype": r.entry.dtype,
+                }
+                for r in layout.ranges(g.id)
+            ],
+            "example_key": layout.key(g.id, _EXAMPLE_HASH),
+        }
+        for g in layout.groups
+    ]
+    return {
+        "name": layout.model,
+        "digest": layout.digest,
+        "boundary_tokens": boundary_tokens(layout),
+        "groups": groups,
+        "sources": list(family.sources) if family else [],
+        "notes": list(family.notes) if family else [],
+    }
+
+
+def show_layout(layout: KVLayout, family: Family | None = None, console: Console | None = None) -> None:
+    """Prints a layout for people; ranges that repeat from layer to layer are shown for the first and last layer."""
+    console = console or Console(soft_wrap=True)
+    console.print(layout.model, style="bold", markup=False, highlight=False)
+    console.print(f"digest    {layout.digest}", highlight=False)
+    console.print(f"boundary  {boundary_tokens(layout)} tokens: hits end on a multiple of it", highlight=False)
+    if family is not None:
+        for source in family.sources:
+            console.print(f"source    {source}", markup=False, highlight=False)
+        for note in family.notes:
+            console.print(f"note      {note}", markup=False, highlight=False)
+    for group in layout.groups:
+        _show_group(layout, group, console)
+
+
+def _show_group(layout: KVLayout, group: Group, console: Console) -> None:
+    extra = "".join(
+        f", {name} {value}" for name, value in (("window", group.window), ("chunk", group.chunk_tokens)) if value is not None
+    )
+    if group.speculative:
+        extra += ", speculative"
+    console.print()
+    console.print(
+        f"group {group.id}: {group.kind.value}, {group.block_tokens} raw tokens a block{extra}", style="bold", highlight=False
+    )
+    console.print(
+        f"  layers    {_spans(list(group.layers))}; committed after layer {layout.commit_layer(group.id)}", highlight=False
+    )
+    console.print(f"  object    {layout.object_bytes(group.id):,} bytes", highlight=False)
+    console.print(f"  key       {layout.key(group.id, _EXAMPLE_HASH)}", markup=False, highlight=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    for title in ("  layer", "entry", "offset", "bytes", "stride", "kind"):
+        table.add_column(title, justify="left" if title in ("entry", "kind") else "right")
+    layers = list(group.layers)
+    shown = set(layers) if len(layers) <= 6 else {*layers[:2], layers[-1]}
+    hidden = False
+    for r in layout.ranges(group.id):
+        if r.layer in shown:
+            table.add_row(
+                str(r.layer), r.entry.name, f"{r.offset:,}", f"{r.entry.nbytes:,}", f"{r.entry.stride:,}", r.entry.dtype or "-"
+            )
+        elif not hidden:
+            hidden = True
+            table.add_row("…", "", "", "", "", "")
+    console.print(table)
+
+
+def _spans(numbers: list[int]) -> str:
+    """0-3, 5, 7-9 for a sorted list of numbers."""
+    out: list[str] = []
+    start = 0
+    for i in range(1, len(numbers) + 1):
+        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:
+            first, last = numbers[start], numbers[i - 1]
+            out.append(str(first) if first == last else f"{first}-{last}")
+            start = i
+    return ", ".join(out)
