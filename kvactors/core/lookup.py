@@ -94,7 +94,7 @@ def _check_stages(layouts: Sequence[KVLayout]) -> tuple[KVLayout, ...]:
             a, b = getattr(first, what), getattr(stage, what)
             if a != b:
                 raise LayoutError(
-                    f"{what}: {a!r} on stage {first.pp_rank}, {b!r} on stage {stage.pp_rank}; the stages of an instance must agree"
+                    f"{what}: {a!r} on stage {first.pp_rank}, {b!r} on stage {stage.pp_rank}; stages of one instance must agree"
                 )
     ranks = [stage.pp_rank for stage in stages]
     if ranks != list(range(first.pp_size)):
