@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import mmap
 from bisect import bisect_left, insort
+from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
@@ -25,6 +26,7 @@ ALIGNMENT = 64
 """Extents start and end on cache lines, so that neighbours never share one."""
 
 _PAGE = 4096
+_HUGE_PAGE = 2 << 20
 
 Extents = tuple[tuple[int, int], ...]
 """(address, bytes) pieces of one object in order; nearly always a single one."""
@@ -173,6 +175,9 @@ class Arena:
 
     def _grow(self, nbytes: int) -> None:
         slab = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if nbytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without transparent huge pages
+                slab.madvise(mmap.MADV_HUGEPAGE)
         pages = np.frombuffer(slab, np.uint8)
         pages[::_PAGE] = 0
         self._slabs.append(slab)

@@ -7,12 +7,12 @@ Which way is fastest was measured (2 cores, numpy 2.4, 64 rows, microseconds per
 |---------------------------------|-------|-------|--------|--------|
 | one strided 2-D copy            |   1.4 |     4 |     17 |     73 |
 | index gather and scatter        |   3.4 |    30 |     56 |      – |
-| one row view at a time          |    10 |    17 |     35 |      – |
+| one row view at a time          |    10 |    17 |     35 |     95 |
 | one slice at a time             |    16 |    23 |     42 |    103 |
 | slices of the caller's arrays   |    16 |    24 |     51 |    110 |
 
 Hence: runs in which both addresses advance by constant steps are one strided copy; what is left goes by index if it is
-small and many, by row views up to 16 KiB, and by slices above.
+small and many, by row views up to 64 KiB, and by slices above.
 
 Nothing here checks an address: callers pass only addresses that `Regions` or the arena vouch for.
 """
@@ -43,7 +43,8 @@ _INDEX_MAX_BYTES = 2048
 _INDEX_MIN_ROWS = 12
 _INDEX_CHUNK_BYTES = 64 << 10
 """An index copy goes through a temporary; this much stays in the second-level cache and in malloc's own pages."""
-_ROW_VIEW_MAX_BYTES = 16 << 10
+_ROW_VIEW_MAX_BYTES = ((1 << 63) - 1) // HIGHEST
+"""numpy refuses a view whose size overflows 63 bits, even if it overlaps itself: 65,535 B per row on x86."""
 _RUN_MIN_ROWS = 8
 _RUN_MAX_BYTES = 64 << 10
 """Above this size a row costs so much more than its call that looking for runs does not pay."""
@@ -80,7 +81,7 @@ def copy_rows(destination: Addresses, source: Addresses, size: int) -> None:
     if n < _RUN_MIN_ROWS or size > _RUN_MAX_BYTES:
         _copy_scattered(to, of, size)
         return
-    to_steps, of_steps = np.diff(to), np.diff(of)
+    to_steps, of_steps = to[1:] - to[:-1], of[1:] - of[:-1]
     breaks = np.flatnonzero((to_steps[1:] != to_steps[:-1]) | (of_steps[1:] != of_steps[:-1]))
     if len(breaks) == 0:
         _copy_strided(int(to[0]), int(of[0]), n, int(to_steps[0]), int(of_steps[0]), size)
@@ -134,15 +135,15 @@ def copy_table(bases: Addresses, offsets: Addresses, addresses: Addresses, sizes
         sizes: int64 (r,), bytes.
         into_objects: True copies local memory into the objects (put), False the other way (get).
     """
-    if len(sizes) == 1:
-        groups: list[tuple[int, Any]] = [(int(sizes[0]), slice(None))]
-    else:
-        groups = [(size, np.flatnonzero(sizes == size)) for size in dict.fromkeys(sizes.tolist())]
-    for size, columns in groups:
+    different = dict.fromkeys(sizes.tolist())
+    for size in different:
         # Range by range, so that neighbouring objects or blocks make runs.
-        objects = (bases + offsets[columns][:, None]).ravel()
-        local = addresses[:, columns].T.ravel()
-        if into_objects:
-            copy_rows(objects, local, size)
+        if len(different) == 1:
+            objects, local = bases + offsets[:, None], addresses.T
         else:
-            copy_rows(local, objects, size)
+            columns = np.flatnonzero(sizes == size)
+            objects, local = bases + offsets[columns, None], addresses.T[columns]
+        if into_objects:
+            copy_rows(objects.ravel(), local.ravel(), size)
+        else:
+            copy_rows(local.ravel(), objects.ravel(), size)

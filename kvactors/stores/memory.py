@@ -338,46 +338,51 @@ class MemoryStore:
     def _begin_put(self, batch: RangeBatch) -> RangeCall:
         check_shapes(batch)
         keys = batch.keys
-        empty = len(batch.sizes) == 0
-        unique = len(set(keys)) == len(keys)
         with self.pool.changed:
             self._enter()
             call = RangeCall(batch, self._regions)
-            for row, key in enumerate(keys):
-                held = self._puts.get(key)
-                if held is None or held.state is not State.OPEN or not (unique or key not in keys[:row]):
-                    continue
-                if empty:
+            held = list(map(self._puts.get, keys))
+            open_ = State.OPEN  # reading a member of an enum is slow
+            rows = [row for row, one in enumerate(held) if one is not None and one.state is open_]
+            if len(set(keys)) < len(keys):
+                rows = [row for row in rows if keys[row] not in keys[:row]]
+            if len(batch.sizes) == 0:
+                for row in rows:
                     call.answers[row] = Outcome.NO_REPLICA
-                else:
-                    call.pin(row, held)
+            else:
+                call.pin(rows, [one for row in rows if (one := held[row]) is not None])
             self._calls.add(call)
         return call
 
     def _begin_get(self, batch: RangeBatch) -> RangeCall:
         check_shapes(batch)
-        empty = len(batch.sizes) == 0
+        rows: list[int] = []
+        readings: list[Reading] = []
         ended: list[str] = []
         with self.pool.changed:
             now = self._enter()
             call = RangeCall(batch, self._regions)
-            for row, key in enumerate(batch.keys):
-                reading = self._gets.get(key)
+            committed = State.COMMITTED
+            for row, reading in enumerate(map(self._gets.get, batch.keys)):
                 if reading is None:
                     continue
                 if now >= reading.until:
                     call.answers[row] = Outcome.LEASE_EXPIRED
-                    ended.append(key)
-                elif reading.found.state is not State.COMMITTED:
+                    ended.append(batch.keys[row])
+                elif reading.found.state is not committed:
                     call.answers[row] = Outcome.NOT_FOUND
-                    ended.append(key)
-                elif empty:
-                    call.answers[row] = Outcome.NO_REPLICA
+                    ended.append(batch.keys[row])
                 else:
-                    call.pin(row, reading.found)
-                    call.readings.append(reading)
+                    rows.append(row)
+                    readings.append(reading)
             for key in ended:
                 self._gets.pop(key, None)
+            if len(batch.sizes) == 0:
+                for row in rows:
+                    call.answers[row] = Outcome.NO_REPLICA
+            else:
+                call.readings = readings
+                call.pin(rows, [reading.found for reading in readings])
             self._calls.add(call)
         return call
 

@@ -45,8 +45,8 @@ class StoredObject:
 
     def __init__(self, key: str, nbytes: int, extents: Extents, owner: PutSessions, opened_at: float) -> None:
         self.key, self.nbytes, self.extents, self.owner, self.opened_at = key, nbytes, extents, owner, opened_at
-        self.base = extents[0][0]
-        """Address of the first byte. The object is one piece if it has one extent."""
+        self.base = extents[0][0] if len(extents) == 1 else 0
+        """Address of the first byte; 0 = the object is not in one piece."""
         self.state = State.OPEN
         self.in_flight = 0
         """Range calls that use the memory now."""
@@ -196,9 +196,10 @@ class MemoryPool:
 
     def end_ranges(self, used: Sequence[StoredObject]) -> None:
         """Range calls returned: unpin, free what was removed meanwhile, wake who waits for it."""
+        removed = State.REMOVED
         for one in used:
             one.in_flight -= 1
-            if one.in_flight == 0 and one.state is State.REMOVED:
+            if one.state is removed and one.in_flight == 0:
                 self._free(one)
         self._wake()
 

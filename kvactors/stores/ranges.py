@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 
 from kvactors.core.store import Addresses, Outcome, RangeBatch
 from kvactors.errors import StoreError
-from kvactors.stores.copying import copy_rows, copy_table
+from kvactors.stores.copying import HIGHEST, copy_rows, copy_table
 from kvactors.stores.pool import StoredObject
 from kvactors.stores.regions import Regions
 
@@ -31,40 +32,45 @@ class RangeCall:
     def __init__(self, batch: RangeBatch, regions: Regions) -> None:
         self.batch, self.regions = batch, regions
         self.answers = [Outcome.INVALID] * len(batch.keys)
-        self.rows: list[int] = []
+        self.rows: Sequence[int] = ()
         self.used: list[StoredObject] = []
         self.readings: list[Reading] = []
 
-    def pin(self, row: int, one: StoredObject) -> None:
-        one.in_flight += 1
-        self.rows.append(row)
-        self.used.append(one)
+    def pin(self, rows: Sequence[int], used: list[StoredObject]) -> None:
+        """These rows will move, between local memory and these objects; the pool's lock is held."""
+        for one in used:
+            one.in_flight += 1
+        self.rows, self.used = rows, used
 
     def move(self, *, into_objects: bool) -> None:
         """Check the rows against their objects and the registered memory, copy the good ones and answer OK for them."""
         batch, used, n = self.batch, self.used, len(self.rows)
         sizes, offsets = batch.sizes, batch.offsets
-        if n == 0 or int(sizes.min()) < 1 or int(offsets.min()) < 0:
+        sizes_list, offsets_list = sizes.tolist(), offsets.tolist()
+        if n == 0 or min(sizes_list) < 1 or min(offsets_list) < 0:
+            return
+        reach = max(offset + size for offset, size in zip(offsets_list, sizes_list, strict=True))
+        if reach > HIGHEST:  # also keeps the arithmetic on arrays from overflowing
             return
         addresses: Addresses = batch.addresses if n == len(self.answers) else batch.addresses[np.asarray(self.rows)]
-        nbytes = np.fromiter([one.nbytes for one in used], np.int64, n)
-        bases = np.fromiter([one.base for one in used], np.int64, n)
-        good = self.regions.cover(addresses, sizes) & (offsets <= nbytes[:, None] - sizes).all(axis=1)
-        whole = good
-        pieced = [i for i, one in enumerate(used) if len(one.extents) > 1]
-        if pieced:
-            whole = good.copy()
-            whole[pieced] = False
-            for i in pieced:
-                if good[i]:
-                    _copy_pieces(used[i], addresses[i], sizes, offsets, into_objects)
-        if whole.all():
+        bases_list = [one.base for one in used]
+        bases = np.fromiter(bases_list, np.int64, n)
+        good = self.regions.cover(addresses, sizes)
+        if min([one.nbytes for one in used]) < reach:
+            good &= np.fromiter([one.nbytes >= reach for one in used], np.bool_, n)
+        if good.all() and 0 not in bases_list:
             copy_table(bases, offsets, addresses, sizes, into_objects=into_objects)
-        elif whole.any():
+            ok = Outcome.OK  # reading a member of an enum is slow
+            for row in self.rows:
+                self.answers[row] = ok
+            return
+        whole = good & (bases != 0)
+        if whole.any():
             copy_table(bases[whole], offsets, addresses[whole], sizes, into_objects=into_objects)
-        for row, ok in zip(self.rows, good.tolist(), strict=True):
-            if ok:
-                self.answers[row] = Outcome.OK
+        for i in np.flatnonzero(good & (bases == 0)).tolist():
+            _copy_pieces(used[i], addresses[i], sizes, offsets, into_objects)
+        for i in np.flatnonzero(good).tolist():
+            self.answers[self.rows[i]] = Outcome.OK
 
 
 def check_shapes(batch: RangeBatch) -> None:

@@ -59,7 +59,7 @@ def test_any_rows_equal_a_naive_copy(case: tuple[int, list[int], list[int]], shi
     assert (target == wanted).all()
 
 
-@pytest.mark.parametrize("size", [16384, 16385, 65536, 65537])
+@pytest.mark.parametrize("size", [16384, 16385, 65535, 65536, 65537])
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_big_rows_equal_a_naive_copy(size: int, shuffled: bool) -> None:
     n, rng = 20, np.random.default_rng(size)
