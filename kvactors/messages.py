@@ -5,38 +5,39 @@ A happy step, with one group of one layer (C: compute thread, K: coordinator, G:
     C->K BeginStep      K->G PrepareGroup    G->P Open (get), Ask (readable), Open (put)    P->G TransferDone …
     G->K Prepared       K->G Activate        G->P Transfer (get)                            P opens the layer's latch
     C->K LayerReady     K->G LayerReady      G->P Transfer (put)                            P uncounts the save task
-    P->G TransferDone   G->P Commit          C->K EndStep -> K->G EndGroup                  G->K GroupEnded, K opens the end latch
+    P->G TransferDone   G->P Commit          C->K EndStep -> K->G EndGroup                  G->K GroupEnded; K opens the end
     P->G TransferDone   G->K GroupCommitted  K opens the settled latch
 
 A step that is aborted: `AbortStep` (queued transfers are cancelled, those under way awaited), `EndGroup(revoke=True)`, and
 the same answers. A preparation that raises: `PrepareFailed`, then `Rollback` to every group, and the same answers. A group
 that crashed: the supervisor posts `GroupFailed` and answers for it.
 
-`step` in a message is the object that holds all state of one step; a message of a closed step is dropped and counted.
+`step` names the object that holds all state of one step (or of one `LoadBlocks`); a message of a closed step finds none, is
+dropped and counted. Answers to a caller are plain callables, which never block.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvactors.core.events import DeviceEvent
 from kvactors.core.queue import Priority
+from kvactors.core.reachability import Hit
+from kvactors.core.saves import RangeCall
+from kvactors.core.sessions import GetSession, PutSession
 from kvactors.core.steps import FailedLoad, GroupBlocks, Phase, ReleaseReason, StepRequest
-from kvactors.core.store import Outcome, RangeBatch, Store
-
-if TYPE_CHECKING:
-    from kvactors.actors.latch import Latch
-    from kvactors.actors.step_state import StepState
+from kvactors.core.store import Outcome, Store
 
 # -- compute thread -> coordinator -------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
 class BeginStep:
-    step: StepState
+    step: int
     requests: Sequence[StepRequest]
     event: DeviceEvent | None
 
@@ -45,7 +46,7 @@ class BeginStep:
 class LayerReady:
     """Also coordinator -> group. Saves of `layer` and loads of the layers after it may run once `event` fired."""
 
-    step: StepState
+    step: int
     layer: int
     event: DeviceEvent | None
     phase: Phase
@@ -55,28 +56,28 @@ class LayerReady:
 class LayerWanted:
     """Also coordinator -> group. The compute thread waits for the loads of `layer`."""
 
-    step: StepState
+    step: int
     layer: int
     event: DeviceEvent | None
 
 
 @dataclass(slots=True, eq=False)
 class EndStep:
-    step: StepState
+    step: int
     event: DeviceEvent | None
 
 
 @dataclass(slots=True, eq=False)
 class AbortStep:
-    step: StepState
+    step: int
     reason: str
 
 
 @dataclass(slots=True, eq=False)
 class LoadBlocks:
-    """Loads blocks outside any step; answered by `LoadDone`, whose latch is `step.ended`."""
+    """Loads blocks outside any step; answered by `LoadDone`."""
 
-    step: StepState
+    step: int
     request: StepRequest
     event: DeviceEvent | None
 
@@ -85,7 +86,7 @@ class LoadBlocks:
 class ReleaseRequest:
     request_id: str
     reason: ReleaseReason
-    released: Latch
+    answer: Callable[[], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -97,18 +98,20 @@ class ForgetRequest:
 
 @dataclass(slots=True, eq=False)
 class Lookup:
-    """`run` asks the store and decides, on a transfer worker; `answer` takes the result, or the error."""
+    """The longest hit of a prompt; answered with a `Hit` (a miss when the deadline passed or the store failed)."""
 
-    run: Callable[[Store], Any]
-    answer: Callable[[Any, BaseException | None], None]
+    hashes: Sequence[bytes]
+    prompt_tokens: int
     deadline_s: float
+    answer: Callable[[Hit], None]
 
 
 @dataclass(slots=True, eq=False)
 class Drain:
+    """Answered with what was left, one line each; empty = all done."""
+
     deadline_s: float
-    drained: Latch
-    left: list[str] = field(default_factory=list)
+    answer: Callable[[list[str]], None]
 
 
 # -- coordinator -> group ----------------------------------------------------------------------------------------------
@@ -118,7 +121,7 @@ class Drain:
 class PrepareGroup:
     """Blocks of one group: per request its id, hashes of the group's blocks, and block lists."""
 
-    step: StepState
+    step: int
     requests: Sequence[tuple[str, Sequence[bytes], GroupBlocks]]
     event: DeviceEvent | None
     saves: frozenset[str]
@@ -127,12 +130,12 @@ class PrepareGroup:
 
 @dataclass(slots=True, eq=False)
 class Activate:
-    step: StepState
+    step: int
 
 
 @dataclass(slots=True, eq=False)
 class Rollback:
-    step: StepState
+    step: int
     reason: str
 
 
@@ -140,18 +143,9 @@ class Rollback:
 class EndGroup:
     """The step is over; with `revoke`, every put of it is revoked and loads that did not start never will."""
 
-    step: StepState
+    step: int
     revoke: bool
     reason: str = ""
-
-
-@dataclass(slots=True, eq=False)
-class Taint:
-    """A load of a request failed: its puts from `layer` on are revoked, its later loads are skipped (I12)."""
-
-    step: StepState
-    request_id: str
-    layer: int
 
 
 @dataclass(slots=True, eq=False)
@@ -174,38 +168,22 @@ class Abandon:
 
 @dataclass(slots=True, eq=False)
 class Prepared:
-    step: StepState
+    step: int
     group_id: int
 
 
 @dataclass(slots=True, eq=False)
 class PrepareFailed:
-    step: StepState
+    step: int
     group_id: int
     reason: str
-
-
-@dataclass(slots=True, eq=False)
-class LayerLoaded:
-    """All loads of the group on `layer` have ended (whether or not they succeeded)."""
-
-    step: StepState
-    group_id: int
-    layer: int
-
-
-@dataclass(slots=True, eq=False)
-class LoadFailed:
-    step: StepState
-    group_id: int
-    failure: FailedLoad
 
 
 @dataclass(slots=True, eq=False)
 class GroupEnded:
     """No transfer of the step is under way in the group, and no put session of it is `open`."""
 
-    step: StepState
+    step: int
     group_id: int
 
 
@@ -213,7 +191,7 @@ class GroupEnded:
 class GroupCommitted:
     """Every session of the step in the group reached its end."""
 
-    step: StepState
+    step: int
     group_id: int
 
 
@@ -240,7 +218,7 @@ class Kind(Enum):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Job:
+class Job(ABC):
     """One blocking store call, made by a transfer worker.
 
     Attributes:
@@ -253,7 +231,7 @@ class Job:
     reply: Callable[[TransferDone], None]
     priority: Priority
     group_id: int = -1
-    step: StepState | None = None
+    step: int = -1
     layer: int = -1
     distance: int = 0
     event: DeviceEvent | None = None
@@ -261,9 +239,9 @@ class Job:
     epoch: int = -1
 
     @property
+    @abstractmethod
     def count(self) -> int:
         """How many outcomes the call answers with."""
-        raise NotImplementedError  # every message below says its own
 
     @property
     def label(self) -> str:
@@ -275,15 +253,13 @@ class Transfer(Job):
     """Moves ranges. `oldest_s` is when the oldest session in it was opened (or renewed), on the engine's clock."""
 
     kind: Kind
-    batch: RangeBatch
-    call: Any
-    owner: Any
+    call: RangeCall
     object_bytes: int
     oldest_s: float
 
     @property
     def count(self) -> int:
-        return len(self.batch.keys)
+        return len(self.call.batch.keys)
 
     @property
     def label(self) -> str:
@@ -293,13 +269,12 @@ class Transfer(Job):
 @dataclass(slots=True, eq=False, kw_only=True)
 class Open(Job):
     kind: Kind
-    keys: Sequence[str]
-    sizes: Sequence[int]
-    owner: Any
+    sessions: Sequence[PutSession] | Sequence[GetSession]
+    object_bytes: int
 
     @property
     def count(self) -> int:
-        return len(self.keys)
+        return len(self.sessions)
 
     @property
     def label(self) -> str:
@@ -308,33 +283,30 @@ class Open(Job):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Commit(Job):
-    keys: Sequence[str]
-    owner: Any
+    sessions: Sequence[PutSession]
 
     @property
     def count(self) -> int:
-        return len(self.keys)
+        return len(self.sessions)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Revoke(Job):
-    keys: Sequence[str]
+    sessions: Sequence[PutSession]
     cause: str
-    owner: Any
 
     @property
     def count(self) -> int:
-        return len(self.keys)
+        return len(self.sessions)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Close(Job):
-    keys: Sequence[str]
-    owner: Any
+    sessions: Sequence[GetSession]
 
     @property
     def count(self) -> int:
-        return len(self.keys)
+        return len(self.sessions)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -342,7 +314,6 @@ class Ask(Job):
     """A question to the store that opens nothing: readable, health, lookup. `result` holds the answer."""
 
     run: Callable[[Store], Any]
-    owner: Any = None
     result: Any = None
 
     @property
@@ -377,5 +348,5 @@ class LoadDone:
     """Coordinator -> caller of `LoadBlocks`: what failed, if anything."""
 
     request_id: str
-    failure: FailedLoad | None
+    failure: FailedLoad | None = None
     fenced_blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)

@@ -23,6 +23,7 @@ class EngineConfig:
         strict: raise from `wait_layer` when a load failed (replay, tests) instead of reporting the request.
         max_lost_workers: replacements for lost workers before the pool fails new calls at once.
         probe_interval_s: how often an unreachable store is probed.
+        audit: watch every store call and note what breaks an invariant (replay, tests); costs some time per key and layer.
     """
 
     prefetch_layers: int = 2
@@ -36,6 +37,7 @@ class EngineConfig:
     strict: bool = False
     max_lost_workers: int = 8
     probe_interval_s: float = 1.0
+    audit: bool = False
 
     def __post_init__(self) -> None:
         least = {"max_pending_saves": 1, "workers": 1}
@@ -44,5 +46,5 @@ class EngineConfig:
             if f.name.endswith("_s"):
                 if not value > 0:
                     raise ConfigError(f"EngineConfig.{f.name} = {value!r}: must be more than 0 seconds")
-            elif f.name != "strict" and (not isinstance(value, int) or value < least.get(f.name, 0)):
+            elif f.name not in ("strict", "audit") and (not isinstance(value, int) or value < least.get(f.name, 0)):
                 raise ConfigError(f"EngineConfig.{f.name} = {value!r}: must be a whole number >= {least.get(f.name, 0)}")

@@ -10,6 +10,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from kvactors.core.coverage import Rows
 from kvactors.core.ranges import GroupRanges
@@ -26,25 +27,34 @@ class StepLoads:
     requests: list[str] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
-    sessions: list[GetSession] = field(default_factory=list)
     block_ids: Addresses = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     started: set[int] = field(default_factory=set)
     bytes_delivered: int = 0
+    rows_of: dict[str, list[int]] = field(default_factory=dict)
+    opened_at: npt.NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+    """per row, when its session was opened or renewed"""
+    epoch: int = -1
+    """earliest life of the store's master under which one of its sessions was opened"""
     _ids: list[int] = field(default_factory=list)
     _missed: Rows = field(default_factory=lambda: np.empty(0, dtype=np.intp))
     """per row, how many of its layers did not arrive yet"""
-    _failed: set[str] = field(default_factory=set)
 
-    def add(self, request_id: str, block_index: int, session: GetSession, block_id: int) -> None:
+    def add(self, request_id: str, block_index: int, key: str, block_id: int) -> None:
         self.requests.append(request_id)
         self.blocks.append(block_index)
-        self.keys.append(session.key)
-        self.sessions.append(session)
+        self.rows_of.setdefault(key, []).append(len(self.keys))
+        self.keys.append(key)
         self._ids.append(block_id)
 
     def seal(self) -> None:
         self.block_ids = np.asarray(self._ids, dtype=np.int64)
         self._missed = np.full(len(self.keys), self.ranges.pieces, dtype=np.intp)
+        self.opened_at = np.zeros(len(self.keys))
+
+    def note_opened(self, session: GetSession) -> None:
+        """The session of a key is open: its rows are as old as it is."""
+        self.opened_at[self.rows_of[session.key]] = session.opened_at
+        self.epoch = session.epoch if self.epoch < 0 else min(self.epoch, session.epoch)
 
     def start(self, layer: int, failed: Container[str]) -> list[RangeCall]:
         """The calls that load one layer, less the rows of requests that failed."""

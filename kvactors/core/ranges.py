@@ -65,7 +65,9 @@ class LayerRanges:
     def cuts(self, rows: int) -> list[Cut]:
         """Store calls that together move every piece of this layer for `rows` keys, each within the limits."""
         return [
-            Cut(lo, min(lo + most, rows), col_lo, col_hi) for col_lo, col_hi, most in self.columns for lo in range(0, rows, most)
+            Cut(lo, min(lo + most, rows), col_lo, col_hi)
+            for col_lo, col_hi, most in self.columns
+            for lo in range(0, rows, most)
         ]
 
 
@@ -91,7 +93,9 @@ def group_ranges(layout: KVLayout, group_id: int, bases: Bases, config: EngineCo
     for r in layout.ranges(group_id):
         where = (group_id, int(r.layer), r.entry.name)
         if where not in bases:
-            raise LayoutError(f"group {group_id}, layer {r.layer}, entry {r.entry.name!r}: no base address; add {where} to bases")
+            raise LayoutError(
+                f"group {group_id}, layer {r.layer}, entry {r.entry.name!r}: no base address; add {where} to bases"
+            )
         pieces = by_layer.setdefault(layout.stage_layer(r.layer), [])
         most = config.max_transfer_bytes or r.entry.nbytes
         for start in range(0, r.entry.nbytes, most):

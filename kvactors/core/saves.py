@@ -29,9 +29,7 @@ class RangeCall:
     last_piece: int
 
 
-def range_calls(
-    ranges: GroupRanges, layer: int, rows: Rows, keys: Sequence[str], block_ids: Addresses
-) -> list[RangeCall]:
+def range_calls(ranges: GroupRanges, layer: int, rows: Rows, keys: Sequence[str], block_ids: Addresses) -> list[RangeCall]:
     """The store calls that move one layer's pieces for `rows` (indices into `keys` and `block_ids`)."""
     of_layer = ranges.layers[layer]
     calls: list[RangeCall] = []
@@ -129,6 +127,20 @@ class StepSaves:
         self.ended = True
         if not self.fully_signalled:
             self.kill_all("the step ended before every layer was signalled")
+
+    def close(self, row: int) -> None:
+        """The session of `row` reached its end by itself (a lost call): neither committed nor revoked here."""
+        self._alive[row] = False
+        self._open[row] = False
+
+    def close_all(self) -> None:
+        self._alive[:] = False
+        self._open[:] = False
+
+    @property
+    def anything_due(self) -> bool:
+        """Whether `due` may have something to give out: cheap, asked after every call."""
+        return self.fully_signalled or bool(self._causes)
 
     def due(self) -> tuple[list[PutSession], list[tuple[PutSession, str]]]:
         """Sessions to commit, and sessions to revoke with their causes; each is given out once."""

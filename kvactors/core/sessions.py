@@ -199,7 +199,9 @@ class SessionTable:
         before = session.state
         after = PUT_TRANSITIONS.get((before, event))
         if after is None:
-            raise SessionError(f"put session of {session.owner} ({session.key}): {event.value!r} is not legal in {before.value!r}")
+            raise SessionError(
+                f"put session of {session.owner} ({session.key}): {event.value!r} is not legal in {before.value!r}"
+            )
         session.state = after
         stats = self.stats
         if after is PutState.OPEN:

@@ -1,0 +1,101 @@
+"""What one group knows of one step, and what its two halves (loads and saves) share."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvactors.actors.actor import Post
+from kvactors.actors.mailbox import Mailbox
+from kvactors.actors.pool import TransferPool
+from kvactors.actors.step_state import StepState
+from kvactors.core.clock import Clock
+from kvactors.core.config import EngineConfig
+from kvactors.core.events import DeviceEvent
+from kvactors.core.loads import StepLoads
+from kvactors.core.ranges import GroupRanges
+from kvactors.core.saves import StepSaves
+from kvactors.core.sessions import PutSession, SessionTable
+from kvactors.core.stats import GroupStats
+from kvactors.messages import EndGroup, Job, LayerReady
+
+
+@dataclass(slots=True, eq=False)
+class GroupStep:
+    """One step (or `LoadBlocks`) in one group.
+
+    Attributes:
+        gets_awaited, puts_awaited: answers that the preparation still waits for.
+        inflight: range calls that have not come back.
+        held: keys whose get session this step owns a share of.
+        retries: put sessions that found no space; opened again in the background until the first save is due.
+        opening: background opens under way; the first save waits for their answers.
+        deferred: messages that arrived meanwhile.
+        closing: get closes this step asked for that have not come back.
+    """
+
+    state: StepState
+    event: DeviceEvent | None
+    loads: StepLoads | None = None
+    saves: StepSaves | None = None
+    gets_awaited: int = 0
+    puts_awaited: int = 0
+    error: str = ""
+    prepared: bool = False
+    started_early: bool = False
+    ending: bool = False
+    ended: bool = False
+    inflight: int = 0
+    held: list[str] = field(default_factory=list)
+    released: bool = False
+    closing: int = 0
+    retries: list[PutSession] = field(default_factory=list)
+    opening: int = 0
+    deferred: list[LayerReady | EndGroup] = field(default_factory=list)
+    block_of: dict[PutSession, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class GroupContext:
+    """What the parts of a group actor work with.
+
+    Attributes:
+        key_parts: what stands before and after the hash in this rank's keys.
+        hashes_per_block: fine hashes that one block of the group spans.
+        stores: whether this rank writes the group's objects.
+        fences: (group, local block id) -> store calls that may still write it.
+    """
+
+    group_id: int
+    ranges: GroupRanges
+    key_parts: tuple[str, str]
+    stores: bool
+    table: SessionTable
+    stats: GroupStats
+    pool: TransferPool
+    clock: Clock
+    config: EngineConfig
+    mailbox: Mailbox[Any]
+    upward: Post
+    later: Callable[[float, Any], None]
+    fences: dict[tuple[int, int], int]
+    _backlog: deque[Job] = field(default_factory=deque)
+
+    def key(self, block_hash: bytes) -> str:
+        before, after = self.key_parts
+        return f"{before}{block_hash.hex()}{after}"
+
+    def submit(self, job: Job) -> None:
+        """Sends a job to the pool once a slot for its reply is reserved."""
+        if self._backlog or not self.mailbox.reserve():
+            self._backlog.append(job)
+        else:
+            self.pool.submit(job)
+
+    def replied(self) -> None:
+        """A reply was taken out of the mailbox: sends on what waited for a slot."""
+        self.mailbox.replied()
+        while self._backlog and self.mailbox.reserve():
+            self.pool.submit(self._backlog.popleft())

@@ -1,0 +1,270 @@
+"""The loading half of a group actor: get sessions, and the layers that are read under them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from kvactors.actors.group_step import GroupContext, GroupStep
+from kvactors.actors.step_state import LayerTask
+from kvactors.core.events import DeviceEvent
+from kvactors.core.loads import StepLoads
+from kvactors.core.queue import Priority
+from kvactors.core.saves import RangeCall
+from kvactors.core.sessions import GetEvent, GetSession, GetState
+from kvactors.core.steps import NULL_BLOCK
+from kvactors.core.store import Outcome, Store
+from kvactors.messages import Ask, Close, Kind, Open, PrepareGroup, Transfer, TransferDone
+
+OPEN_BATCH = 1024
+"""Most keys in one metadata call: converting its arguments holds the GIL."""
+
+NO_ANSWER = frozenset({Outcome.CALL_FAILED, Outcome.UNREACHABLE, Outcome.LOST, Outcome.STALE, Outcome.CANCELLED})
+"""The call as a whole failed: a preparation that gets one of these is rolled back."""
+
+
+class Loader:
+    """Opens one get session per distinct key, fans it out to every block that wants it, closes it with its last owner."""
+
+    def __init__(self, context: GroupContext) -> None:
+        self._c = context
+        self._waiting: dict[str, list[GroupStep]] = {}
+        """key -> steps whose preparation waits for its session"""
+        self._reopen: dict[str, list[GroupStep]] = {}
+        """key -> steps that want it while its session is being closed"""
+
+    # -- preparing -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, gs: GroupStep, message: PrepareGroup) -> None:
+        """Collects the destinations and gets a session for each distinct key."""
+        c = self._c
+        loads = StepLoads(c.ranges)
+        for request_id, hashes, blocks in message.requests:
+            for index in blocks.load:
+                block_id = int(blocks.block_ids[index])
+                if block_id == NULL_BLOCK:
+                    continue
+                key = c.table.remembered(request_id, index) or c.key(hashes[index])
+                loads.add(request_id, index, key, block_id)
+        loads.seal()
+        gs.loads = loads
+        fresh: list[GetSession] = []
+        for key in dict.fromkeys(loads.keys):
+            gs.gets_awaited += self._want(gs, key, fresh)
+        self._open(fresh)
+
+    def _want(self, gs: GroupStep, key: str, fresh: list[GetSession]) -> int:
+        """Takes a share of the key's session; 1 if its answer must be awaited."""
+        c = self._c
+        session = c.table.gets.get(key)
+        if session is not None and session.state in (GetState.CLOSING, GetState.EXPIRED):
+            self._reopen.setdefault(key, []).append(gs)
+            return 1
+        session, is_new = c.table.acquire_get(key)
+        gs.held.append(key)
+        if is_new:
+            fresh.append(session)
+        elif session.state is GetState.OPEN:
+            assert gs.loads is not None
+            gs.loads.note_opened(session)
+            return 0
+        self._waiting.setdefault(key, []).append(gs)
+        return 1
+
+    def _open(self, sessions: list[GetSession]) -> None:
+        c = self._c
+        for lo in range(0, len(sessions), OPEN_BATCH):
+            part = sessions[lo : lo + OPEN_BATCH]
+            c.submit(
+                Open(
+                    reply=c.mailbox.post,
+                    priority=Priority.DEMANDED,
+                    group_id=c.group_id,
+                    kind=Kind.GET,
+                    sessions=part,
+                    object_bytes=c.ranges.object_bytes,
+                )
+            )
+
+    def opened(self, done: TransferDone, sessions: Iterable[GetSession]) -> list[GroupStep]:
+        """An open came back: tells every step that waited for one of its keys; answers which they were."""
+        c = self._c
+        if done.late:
+            self._close_unwanted([s.key for s, o in zip(sessions, done.outcomes, strict=True) if o is Outcome.OK])
+            return []
+        touched: dict[int, GroupStep] = {}
+        for session, outcome in zip(sessions, done.outcomes, strict=True):
+            waiting = self._waiting.pop(session.key, [])
+            if outcome is Outcome.OK:
+                session.opened_at, session.epoch = done.started_s, done.epoch
+                c.table.get(session, GetEvent.OPENED)
+            else:
+                c.table.get(session, GetEvent.FAILED)
+            for gs in waiting:
+                gs.gets_awaited -= 1
+                touched[gs.state.id] = gs
+                if outcome is Outcome.OK:
+                    if gs.loads is not None:
+                        gs.loads.note_opened(session)
+                    continue
+                gs.held.remove(session.key)
+                if outcome in NO_ANSWER:
+                    gs.error = gs.error or f"get open: {outcome.value}"
+                self._fail_key(gs, session.key, outcome)
+        return list(touched.values())
+
+    def _fail_key(self, gs: GroupStep, key: str, outcome: Outcome) -> None:
+        loads = gs.loads
+        assert loads is not None
+        first = next(iter(loads.ranges.layers))
+        for row in loads.rows_of[key]:
+            blocks = [(self._c.group_id, loads.blocks[row])]
+            gs.state.fail(loads.requests[row], first, blocks, f"get open: {outcome.value}")
+
+    def _close_unwanted(self, keys: list[str]) -> None:
+        """An open that was given up as lost has returned after all: nobody owns its sessions."""
+        c = self._c
+        keys = [k for k in keys if k not in c.table.gets]
+        if keys:
+
+            def close(store: Store) -> None:
+                store.get_close(keys)
+
+            c.submit(Ask(reply=c.mailbox.post, priority=Priority.PUT_OPEN, group_id=c.group_id, run=close))
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def start(self, gs: GroupStep, layers: Iterable[int], event: DeviceEvent | None, priority: Priority) -> None:
+        """Starts the loads of these stage layers, as far as the group has them and they did not start."""
+        loads = gs.loads
+        if loads is None:
+            return
+        c, state = self._c, gs.state
+        for layer in layers:
+            if layer in loads.started or layer not in c.ranges.layers:
+                continue
+            calls = loads.start(layer, state.failed)
+            task = state.loads[layer]
+            task.plan(c.group_id, len(calls))
+            for call in calls:
+                gs.inflight += 1
+                c.submit(
+                    Transfer(
+                        reply=c.mailbox.post,
+                        priority=priority,
+                        group_id=c.group_id,
+                        step=state.id,
+                        layer=layer,
+                        distance=layer,
+                        event=event,
+                        settled=partial(self._settled, gs, call, task),
+                        epoch=loads.epoch,
+                        kind=Kind.GET,
+                        call=call,
+                        object_bytes=c.ranges.object_bytes,
+                        oldest_s=float(loads.opened_at[call.rows].min()),
+                    )
+                )
+
+    def _settled(self, gs: GroupStep, call: RangeCall, task: LayerTask, outcomes: list[Outcome]) -> None:
+        """On the thread that finished the call: failures are noted before the layer's latch may open."""
+        loads = gs.loads
+        assert loads is not None
+        if outcomes.count(Outcome.OK) != len(outcomes):
+            lost = Outcome.LOST in outcomes
+            for row, outcome in zip(call.rows.tolist(), outcomes, strict=True):
+                if outcome is not Outcome.OK:
+                    blocks = [(self._c.group_id, loads.blocks[row])]
+                    gs.state.fail(loads.requests[row], call.layer, blocks, f"layer {call.layer}: {outcome.value}")
+                    if lost:
+                        gs.state.fenced.add((self._c.group_id, int(loads.block_ids[row])))
+        task.job_done()
+
+    def transferred(self, gs: GroupStep, done: TransferDone, job: Transfer) -> None:
+        """A read came back: counts it, notes renewed or expired leases, fences the destinations of a lost call."""
+        c, loads = self._c, gs.loads
+        assert loads is not None
+        call = job.call
+        if done.late:
+            self._fence(loads, call, -1)
+            self._give_back(gs, dict.fromkeys(call.batch.keys))
+            return
+        gs.inflight -= 1
+        loads.returned(call, done.outcomes)
+        loads.opened_at[call.rows] = job.oldest_s
+        if Outcome.LOST in done.outcomes:
+            self._fence(loads, call, 1)
+            for key in dict.fromkeys(call.batch.keys):
+                c.table.gets[key].refs += 1  # the call itself holds its sessions until it returns (I6)
+        for key, outcome in zip(call.batch.keys, done.outcomes, strict=True):
+            session = c.table.gets.get(key)
+            expired = outcome in (Outcome.LEASE_EXPIRED, Outcome.STALE)
+            if expired and session is not None and session.state is GetState.OPEN:
+                c.table.get(session, GetEvent.EXPIRE)
+
+    def _fence(self, loads: StepLoads, call: RangeCall, by: int) -> None:
+        for block_id in loads.block_ids[call.rows].tolist():
+            where = (self._c.group_id, block_id)
+            left = self._c.fences.get(where, 0) + by
+            if left > 0:
+                self._c.fences[where] = left
+            else:
+                self._c.fences.pop(where, None)
+
+    # -- letting go ----------------------------------------------------------------------------------------------------
+
+    def may_release(self, gs: GroupStep) -> bool:
+        return (
+            not gs.released
+            and not gs.inflight
+            and not gs.gets_awaited
+            and (gs.ending or (gs.loads is not None and gs.loads.all_started))
+        )
+
+    def release(self, gs: GroupStep) -> None:
+        """The step reads nothing more: gives back its shares, and counts what arrived completely."""
+        gs.released = True
+        loads, stats = gs.loads, self._c.stats
+        if loads is not None:
+            stats.loaded += loads.loaded_rows()
+            stats.load_failed += len(loads.keys) - loads.loaded_rows()
+            stats.bytes_loaded += loads.bytes_delivered
+        held, gs.held = gs.held, []
+        self._give_back(gs, held)
+
+    def _give_back(self, gs: GroupStep, keys: Iterable[str]) -> None:
+        c = self._c
+        last: list[GetSession] = []
+        for key in keys:
+            session = c.table.gets.get(key)
+            if session is None:
+                continue
+            session.refs -= 1
+            if session.refs <= 0 and session.state in (GetState.OPEN, GetState.EXPIRED):
+                c.table.get(session, GetEvent.CLOSE)
+                last.append(session)
+        for lo in range(0, len(last), OPEN_BATCH):
+            gs.closing += 1
+            part = last[lo : lo + OPEN_BATCH]
+            c.submit(
+                Close(reply=c.mailbox.post, priority=Priority.PUT_OPEN, group_id=c.group_id, step=gs.state.id, sessions=part)
+            )
+
+    def closed(self, sessions: Iterable[GetSession]) -> None:
+        """A close came back (whatever it said, the store has no session any more): opens again what is wanted by now."""
+        c = self._c
+        fresh: list[GetSession] = []
+        for session in sessions:
+            if session.state is not GetState.CLOSING:
+                continue
+            c.table.get(session, GetEvent.CLOSED)
+            for gs in self._reopen.pop(session.key, []):
+                gs.gets_awaited -= 1
+                gs.gets_awaited += self._want(gs, session.key, fresh)
+        self._open(fresh)
+
+    def drop(self, epoch: int) -> None:
+        """The store lost its sessions of earlier epochs (I11)."""
+        for session in list(self._c.table.gets.values()):
+            if session.epoch < epoch and session.state is GetState.OPEN:
+                self._c.table.get(session, GetEvent.EXPIRE)

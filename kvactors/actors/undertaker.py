@@ -1,0 +1,163 @@
+"""What takes over when a group actor crashed: ends its sessions from the table, and answers for it.
+
+The session table, and the mailbox into which late completions go, outlive the actor. A session is revoked (or closed) once
+no store call of its key is under way; the group's part of every step is reported failed. Nothing new is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import structlog
+
+from kvactors.actors.actor import Actor
+from kvactors.actors.group import GroupActor
+from kvactors.actors.step_state import StepState
+from kvactors.core.queue import Priority
+from kvactors.core.sessions import GetEvent, GetSession, GetState, PutEvent, PutSession, PutState
+from kvactors.core.store import Outcome
+from kvactors.messages import (
+    Abandon,
+    Close,
+    Commit,
+    Drained,
+    EndGroup,
+    ForgetRequest,
+    GroupCommitted,
+    GroupEnded,
+    Job,
+    Kind,
+    Open,
+    PrepareFailed,
+    PrepareGroup,
+    Revoke,
+    Rollback,
+    Transfer,
+    TransferDone,
+)
+
+log = structlog.get_logger("kvactors.undertaker")
+
+
+class Undertaker(Actor):
+    """Reads the crashed actor's mailbox from where it stopped."""
+
+    def __init__(self, crashed: GroupActor, states: Mapping[int, StepState]) -> None:
+        context = crashed.context
+        super().__init__(f"undertaker of {crashed.name}", context.clock)
+        self.mailbox = crashed.mailbox
+        self._c = context
+        self._states = states
+        self._steps = set(crashed.steps)
+        self._reason = f"{crashed.name} crashed"
+
+    def begin(self) -> None:
+        """Gives up the group's part of every step, and ends the sessions that no call holds."""
+        for step in self._steps:
+            self._c.pool.cancel(step)
+            state = self._states.get(step)
+            if state is not None:
+                state.forgo(self._c.group_id, self._reason)
+        self._sweep()
+
+    async def handle(self, message: Any) -> None:
+        c = self._c
+        match message:
+            case TransferDone():
+                self._done(message)
+            case PrepareGroup():
+                c.upward(PrepareFailed(message.step, c.group_id, self._reason))
+                self._steps.add(message.step)
+            case EndGroup() | Rollback():
+                self._steps.add(message.step)
+                state = self._states.get(message.step)
+                if state is not None:
+                    state.forgo(c.group_id, self._reason)
+            case ForgetRequest():
+                c.table.forget(message.request_id)
+            case Abandon():
+                self._abandon()
+            case _:
+                pass  # signals of steps that pass through, timers and questions of the crashed actor
+        self._sweep()
+
+    def _done(self, done: TransferDone) -> None:
+        """Moves the sessions of a call that came back to where the call brought them."""
+        job, table = done.job, self._c.table
+        match job:
+            case Open():
+                for session, outcome in zip(job.sessions, done.outcomes, strict=True):
+                    ok = outcome is Outcome.OK
+                    if isinstance(session, PutSession) and session.state is PutState.OPENING:
+                        table.put(session, PutEvent.OPENED if ok else PutEvent.REFUSED, outcome.value)
+                    elif isinstance(session, GetSession) and session.state is GetState.OPENING:
+                        table.get(session, GetEvent.OPENED if ok else GetEvent.FAILED)
+            case Commit():
+                for put, outcome in zip(job.sessions, done.outcomes, strict=True):
+                    if put.state is PutState.COMMITTING:
+                        ok = outcome is Outcome.OK
+                        table.put(put, PutEvent.COMMITTED if ok else PutEvent.LOST, outcome.value)
+            case Revoke():
+                for put, outcome in zip(job.sessions, done.outcomes, strict=True):
+                    if put.state is PutState.REVOKING:
+                        event = PutEvent.REVOKED if outcome is Outcome.OK else PutEvent.POISON
+                        table.put(put, event, outcome.value)
+            case Close():
+                for get in job.sessions:
+                    if get.state is GetState.CLOSING:
+                        table.get(get, GetEvent.CLOSED)
+            case Transfer(kind=Kind.PUT) if Outcome.LOST in done.outcomes and not done.late:
+                keys = set(job.call.batch.keys)
+                for put in [p for p in table.puts.values() if p.key in keys and p.state is PutState.OPEN]:
+                    table.put(put, PutEvent.LOST, "put did not return")
+
+    def _sweep(self) -> None:
+        """Ends what no call holds any more, and reports the steps that have come to rest."""
+        c = self._c
+        jobs = c.pool.jobs_of(c.group_id)
+        busy = {key for job in jobs for key in _keys(job)}
+        revoke = [p for p in c.table.puts.values() if p.state is PutState.OPEN and p.key not in busy]
+        for put in revoke:
+            c.table.put(put, PutEvent.REVOKE, self._reason)
+        if revoke:
+            c.pool.submit(
+                Revoke(
+                    reply=self.mailbox.post,
+                    priority=Priority.COMMIT,
+                    group_id=c.group_id,
+                    sessions=revoke,
+                    cause=self._reason,
+                )
+            )
+        close = [g for g in c.table.gets.values() if g.state in (GetState.OPEN, GetState.EXPIRED) and g.key not in busy]
+        for get in close:
+            c.table.get(get, GetEvent.CLOSE)
+        if close:
+            c.pool.submit(Close(reply=self.mailbox.post, priority=Priority.PUT_OPEN, group_id=c.group_id, sessions=close))
+        if not len(self.mailbox):  # no answer is on its way either
+            for put in [p for p in c.table.puts.values() if p.key not in busy and p not in revoke]:
+                event = PutEvent.REFUSED if put.state is PutState.OPENING else PutEvent.LOST
+                c.table.put(put, event, self._reason)
+        moving = {job.step for job in jobs if isinstance(job, Transfer)}
+        for step in [s for s in self._steps if s not in moving]:
+            self._steps.discard(step)
+            c.upward(GroupEnded(step, c.group_id))
+            c.upward(GroupCommitted(step, c.group_id))
+
+    def _abandon(self) -> None:
+        table = self._c.table
+        left = [f"put {s.key} of {s.owner.request_id}: {s.state.value}" for s in table.puts.values()]
+        for put in list(table.puts.values()):
+            table.put(put, PutEvent.LOST, "the drain's deadline passed")
+        self._c.upward(Drained(self._c.group_id, left))
+
+
+def _keys(job: Job) -> list[str]:
+    match job:
+        case Transfer():
+            return list(job.call.batch.keys)
+        case Open() | Commit() | Revoke() | Close():
+            return [s.key for s in job.sessions]
+        case _:
+            return []

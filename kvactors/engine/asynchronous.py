@@ -1,0 +1,475 @@
+"""The engine on the caller's own loop: builds the actors, supervises them, and answers its callers.
+
+Whatever breaks, wrong bytes are never used or published, and the model goes on: a step of an engine that cannot move
+anything passes through, with its loads reported failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import anyio
+import structlog
+
+from kvactors.actors.audit import AuditedStore
+from kvactors.actors.coordinator import Coordinator
+from kvactors.actors.group import GroupActor
+from kvactors.actors.latch import Latch, SaveGate
+from kvactors.actors.pool import Executor, TransferPool
+from kvactors.actors.step_state import StepState
+from kvactors.actors.threads import WorkerThreads
+from kvactors.actors.undertaker import Undertaker
+from kvactors.core.admission import problem_of
+from kvactors.core.clock import Clock
+from kvactors.core.config import EngineConfig
+from kvactors.core.events import DeviceEvent, Devices
+from kvactors.core.layout import KVLayout, finest_hash_tokens
+from kvactors.core.lookup import KeySpace
+from kvactors.core.observe import Observer
+from kvactors.core.ranges import Bases, group_ranges
+from kvactors.core.reachability import Hit, Reachability
+from kvactors.core.sessions import SessionTable
+from kvactors.core.stats import EngineStats, GroupStats, SessionStats
+from kvactors.core.steps import GroupBlocks, ReleaseReason, StepRequest
+from kvactors.core.store import Store
+from kvactors.core.story import StoryBook
+from kvactors.core.taint import Taints
+from kvactors.devices import CpuDevices, MonotonicClock
+from kvactors.engine.driver import StepDriver
+from kvactors.engine.steps import Step
+from kvactors.errors import DrainTimeout, EngineDeadError, StepError
+from kvactors.messages import (
+    BeginStep,
+    Drain,
+    ForgetRequest,
+    GroupFailed,
+    LoadBlocks,
+    LoadDone,
+    Lookup,
+    ReleaseRequest,
+)
+
+log = structlog.get_logger("kvactors.engine")
+
+T = TypeVar("T")
+
+
+class Engine:
+    """One engine per worker rank, on the running asyncio loop.
+
+    Args:
+        layout: this stage's layout.
+        store: where objects go; the caller owns it, and has registered the memory behind `bases` with it.
+        bases: (group id, physical layer, entry name) -> local address of block 0.
+        config: limits and deadlines.
+        clock, rng, devices: time, randomness, device events; by default the real ones.
+        hookless_layers: stage layers that never get a `layer_ready`; the end of the step stands for it.
+        hash_tokens: tokens per fine hash; by default the greatest common divisor of the groups' block sizes.
+        tp_rank: this worker's rank; decides which head it stores and reads.
+        stages: layouts of all pipeline stages, for lookups; by default this one.
+        observer: takes spans of work, for timelines.
+        executor: runs the transfer workers; by default daemon threads.
+
+    Raises:
+        LayoutError, ConfigError: the arguments contradict each other.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        store: Store,
+        bases: Bases,
+        config: EngineConfig | None = None,
+        *,
+        clock: Clock | None = None,
+        rng: random.Random | None = None,
+        devices: Devices | None = None,
+        hookless_layers: Sequence[int] = (),
+        hash_tokens: int | None = None,
+        tp_rank: int = 0,
+        stages: Sequence[KVLayout] = (),
+        observer: Observer | None = None,
+        executor: Executor | None = None,
+    ) -> None:
+        self.layout = layout
+        self.config = config = EngineConfig() if config is None else config
+        self.clock: Clock = MonotonicClock() if clock is None else clock
+        self.rng = random.Random(0) if rng is None else rng
+        self.hash_tokens = finest_hash_tokens(layout.groups) if hash_tokens is None else hash_tokens
+        self.reachability = Reachability(layout.groups, self.hash_tokens)
+        self._audit = AuditedStore(store, self.clock, config) if config.audit else None
+        self._stats = EngineStats(groups={g.id: GroupStats() for g in layout.groups}, sessions=SessionStats())
+        self._story = StoryBook(self.clock)
+        self._keys = KeySpace(list(stages) or [layout])
+        self._states: dict[int, StepState] = {}
+        self._fences: dict[tuple[int, int], int] = {}
+        self.gate = SaveGate(config.max_pending_saves)
+        self._taints = Taints(self.reachability)
+        self._pool = TransferPool(
+            store if self._audit is None else self._audit,
+            config,
+            self.clock,
+            WorkerThreads() if executor is None else executor,
+            on_store_lost=lambda m: self._coordinator.mailbox.post(m),
+            observer=observer,
+        )
+        self._groups = {
+            g.id: self._group_actor(g.id, group_ranges(layout, g.id, bases, config), tp_rank, observer)
+            for g in layout.groups
+            if g.layers
+        }
+        self._group_layers = {gid: tuple(actor.context.ranges.layers) for gid, actor in self._groups.items()}
+        self._block_tokens = {g.id: g.block_tokens for g in layout.groups}
+        self._coordinator = Coordinator(
+            layout,
+            self.hash_tokens,
+            groups={gid: actor.mailbox for gid, actor in self._groups.items()},
+            states=self._states,
+            pool=self._pool,
+            stats=self._stats,
+            taints=self._taints,
+            find=self._find,
+            config=config,
+            clock=self.clock,
+            observer=observer,
+        )
+        self.driver = StepDriver(
+            layout,
+            config,
+            self.gate,
+            CpuDevices() if devices is None else devices,
+            hookless_layers,
+            self._coordinator.mailbox.post,
+        )
+        self._last_step = 0
+        self._dead: str = ""
+        self._stop: asyncio.Event | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def _group_actor(self, group_id: int, ranges: Any, tp_rank: int, observer: Observer | None) -> GroupActor:
+        layout = self.layout
+        return GroupActor(
+            group_id,
+            ranges,
+            layout.key_parts(group_id, layout.head_of(group_id, tp_rank)),
+            stores=layout.stores(group_id, tp_rank),
+            table=SessionTable(group_id, self._stats.sessions, self._story.record),
+            stats=self._stats.groups[group_id],
+            steps=self._states,
+            pool=self._pool,
+            config=self.config,
+            clock=self.clock,
+            upward=lambda m: self._coordinator.mailbox.post(m),
+            fences=self._fences,
+            observer=observer,
+        )
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Starts actors and workers on the running loop."""
+        loop = asyncio.get_running_loop()
+        for actor in (self._coordinator, *self._groups.values()):
+            actor.mailbox.bind(loop)
+        self._stop = asyncio.Event()
+        self._pool.start()
+        self._task = asyncio.create_task(self._run(), name="kvactors engine")
+
+    async def close(self) -> None:
+        """Stops everything at once; what is under way is reported failed. Idempotent; does not close the store."""
+        if self._task is None or self._stop is None:
+            return
+        self._stop.set()
+        task, self._task = self._task, None
+        await task
+
+    async def __aenter__(self) -> Engine:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _run(self) -> None:
+        """The parent of all actors: whatever ends it, every waiter is answered."""
+        assert self._stop is not None
+        reason = "the engine was closed"
+        try:
+            async with anyio.create_task_group() as actors:
+                for actor in self._groups.values():
+                    actors.start_soon(self._supervise, actor)
+                actors.start_soon(self._coordinator.run)
+                await self._stop.wait()
+                actors.cancel_scope.cancel()
+        except Exception as e:
+            reason = f"the engine died: {e!r}"
+            log.error("the engine died; the model goes on without a KV cache", error=repr(e), exc_info=True)
+        finally:
+            self.give_up(reason)
+
+    async def _supervise(self, actor: GroupActor) -> None:
+        """Runs a group's actor; if it crashes, the undertaker ends its sessions from the table and answers for it."""
+        try:
+            await actor.run()
+        except Exception as e:
+            log.error("a group's actor crashed; further steps pass through", actor=actor.name, error=repr(e), exc_info=True)
+            self._coordinator.mailbox.post(GroupFailed(actor.group_id, e))
+            undertaker = Undertaker(actor, self._states)
+            undertaker.begin()
+            await undertaker.run()
+
+    def give_up(self, reason: str) -> None:
+        """Answers every waiter: nothing more will be moved. Called when the loop or the coordinator ended; any thread."""
+        self._dead = self._dead or reason
+        self._stats.state = "closed" if reason == "the engine was closed" else "dead"
+        self._coordinator.stop_timers()
+        for actor in self._groups.values():
+            actor.stop_timers()
+        self._pool.stop()
+        for state in list(self._states.values()):
+            for where in state.give_up(reason):
+                self._fences[where] = 1
+        self._states.clear()
+        self.gate.release_all()
+        self._coordinator.answer_all()
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, requests: Sequence[StepRequest], event: DeviceEvent | None = None) -> Step:
+        """Opens a step; returns at once. `event` guards earlier work on the blocks. Aborts a step that is still open."""
+        return Step(self, self.open_step(requests, event))
+
+    def open_step(self, requests: Sequence[StepRequest], event: DeviceEvent | None) -> StepState:
+        state = self._new_state(requests)
+        previous, self.driver.open_step = self.driver.open_step, state
+        if previous is not None and not previous.ended.is_open:
+            previous.aborted = True
+        if self._is_dead():
+            self._refuse(state)
+        elif state.groups or (previous is not None and not previous.ended.is_open):
+            self._states[state.id] = state
+            self.post(BeginStep(state.id, list(state.requests.values()), event))
+            if self._is_dead():  # died between the check and the post
+                self._refuse(state)
+        else:
+            state.ended.open()
+            state.settled.open()
+        return state
+
+    def _is_dead(self) -> bool:
+        return bool(self._dead)
+
+    def _refuse(self, state: StepState) -> None:
+        self._stats.steps_passed_through += 1
+        state.pass_through(self._dead)
+        state.give_up(self._dead)
+        if self.config.strict:
+            raise EngineDeadError(f"{self._dead}; begin no step on this engine")
+
+    def _new_state(self, requests: Sequence[StepRequest], *, windowed: bool = True) -> StepState:
+        good: dict[str, StepRequest] = {}
+        problems: dict[str, str] = {}
+        for request in requests:
+            problem = problem_of(request, self.layout, self.hash_tokens)
+            if not problem and request.request_id in good:
+                problem = "is named twice in one step"
+            if not problem and any(g not in self._groups and (len(b.load) or len(b.save)) for g, b in request.groups.items()):
+                problem = "names blocks of a group that has no layer on this stage"
+            if problem:
+                problems[request.request_id] = problem
+                self._stats.bad_requests += 1
+                log.warning("a request takes no part in a step", request=request.request_id, problem=problem)
+            else:
+                good[request.request_id] = request
+        self._last_step += 1
+        return StepState(self._last_step, good, problems, self._group_layers, self._block_tokens, windowed=windowed)
+
+    def post(self, message: Any) -> None:
+        self._coordinator.mailbox.post(message)
+
+    @property
+    def patience_s(self) -> float:
+        """How long a caller waits for an answer at most, seconds."""
+        return self.driver.patience_s
+
+    # -- lookups and loads ---------------------------------------------------------------------------------------------
+
+    def _find(self, hashes: Sequence[bytes], prompt_tokens: int, store: Store) -> Hit:
+        def readable(group_id: int, block_hash: bytes) -> bool:
+            return self._keys.readable_many(group_id, [block_hash], store.readable)[0]
+
+        def readable_many(group_id: int, block_hashes: Sequence[bytes]) -> list[bool]:
+            return self._keys.readable_many(group_id, block_hashes, store.readable)
+
+        return self.reachability.longest_hit(hashes, prompt_tokens, readable, readable_many=readable_many)
+
+    def ask(self, hashes: Sequence[bytes], prompt_tokens: int, deadline_s: float | None) -> Answer[Hit]:
+        answer = Answer(Hit(0, tuple(() for _ in self.layout.groups)))
+        if self._dead:
+            answer.give(answer.value)
+        else:
+            wait = self.config.call_deadline_s if deadline_s is None else deadline_s
+            self.post(Lookup(hashes, prompt_tokens, wait, answer.give))
+        return answer
+
+    async def lookup(self, hashes: Sequence[bytes], prompt_tokens: int, deadline_s: float | None = None) -> Hit:
+        """The longest common reachable boundary of a prompt, at most `prompt_tokens - 1`. An error or a late answer is a miss.
+
+        Args:
+            hashes: fine chained hashes, one per `hash_tokens` tokens from token 0.
+        """
+        answer = self.ask(hashes, prompt_tokens, deadline_s)
+        await answer.latch.wait_async(self.patience_s)
+        return answer.value
+
+    def start_load(
+        self, request_id: str, blocks: Mapping[int, GroupBlocks], hashes: Sequence[bytes], event: DeviceEvent | None
+    ) -> StepState:
+        request = StepRequest(request_id, hashes, {g: dataclasses.replace(b, save=()) for g, b in blocks.items()})
+        state = self._new_state([request], windowed=False)
+        if request_id in state.problems:
+            raise StepError(f"load for {request_id!r}: {state.problems[request_id]}")
+        if self._is_dead():
+            self._refuse(state)
+            return state
+        self._states[state.id] = state
+        self.post(LoadBlocks(state.id, request, event))
+        return state
+
+    def load_done(self, state: StepState, request_id: str) -> LoadDone:
+        fenced: dict[int, tuple[int, ...]] = {}
+        for group_id, block_id in sorted(state.fenced):
+            fenced[group_id] = (*fenced.get(group_id, ()), block_id)
+        return LoadDone(request_id, state.failures().get(request_id), fenced)
+
+    async def load(
+        self,
+        request_id: str,
+        blocks: Mapping[int, GroupBlocks],
+        hashes: Sequence[bytes],
+        event: DeviceEvent | None = None,
+    ) -> LoadDone:
+        """Loads blocks outside any step, all layers at once; returns when every block arrived or failed.
+
+        Raises:
+            StepError: the block lists contradict themselves.
+            DeadlineError: no answer in time; the destinations may still be written.
+        """
+        state = self.start_load(request_id, blocks, hashes, event)
+        self.driver.in_time(await state.ended.wait_async(self.patience_s), f"load for {request_id!r}")
+        return self.load_done(state, request_id)
+
+    # -- requests, drain -----------------------------------------------------------------------------------------------
+
+    def start_release(self, request_id: str, reason: ReleaseReason) -> Latch:
+        """Opens when nothing of the request is under way; at once if it is part of the open step (takes effect at its end)."""
+        latch = Latch()
+        if self._dead:
+            latch.open()
+            return latch
+        self.post(ReleaseRequest(request_id, reason, latch.open))
+        step = self.driver.open_step
+        if step is not None and request_id in step.requests:
+            return _opened()
+        return latch
+
+    async def release(self, request_id: str, reason: ReleaseReason = ReleaseReason.FINISHED) -> None:
+        """The request ended, was aborted, or was preempted: its blocks may be reused once this returns."""
+        latch = self.start_release(request_id, reason)
+        self.driver.in_time(await latch.wait_async(self.patience_s), f"release of {request_id!r}")
+
+    def forget(self, request_id: str) -> None:
+        """Drops the memory of the request's committed keys, after finish or abort."""
+        if not self._dead:
+            self.post(ForgetRequest(request_id))
+
+    def start_drain(self, deadline_s: float | None) -> Answer[list[str]]:
+        answer: Answer[list[str]] = Answer([])
+        if self._dead:
+            answer.give([])
+        else:
+            self.post(Drain(self.config.drain_deadline_s if deadline_s is None else deadline_s, answer.give))
+        return answer
+
+    async def drain(self, deadline_s: float | None = None) -> None:
+        """An accepted step may finish; new ones pass through. Returns when every session is at its end.
+
+        Raises:
+            DrainTimeout: the deadline passed; lists what was left. Then only `close` is legal.
+        """
+        answer = self.start_drain(deadline_s)
+        await answer.latch.wait_async(self.patience_s + (self.config.drain_deadline_s if deadline_s is None else deadline_s))
+        self.drained(answer)
+
+    def drained(self, answer: Answer[list[str]]) -> None:
+        if not answer.latch.is_open:
+            raise DrainTimeout(["the engine did not answer"])
+        if answer.value:
+            raise DrainTimeout(answer.value)
+
+    # -- looking in ----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """A snapshot of all counters."""
+        tables = [a.table for a in self._groups.values()]
+        return dataclasses.replace(
+            self._stats,
+            groups={g: dataclasses.replace(s) for g, s in self._stats.groups.items()},
+            sessions=dataclasses.replace(self._stats.sessions),
+            lost_workers=self._pool.lost_workers,
+            peak_pending_saves=self.gate.peak,
+            poisoned_keys=sorted(k for t in tables for k in t.poisoned),
+            abandoned_keys=sorted(k for t in tables for k in t.abandoned),
+        )
+
+    def story(self, request_id: str) -> list[str]:
+        """What happened to the sessions of a request, one line each, oldest first."""
+        return self._story.tell(request_id)
+
+    @property
+    def fenced_blocks(self) -> frozenset[tuple[int, int]]:
+        """(group id, local block id) that a store call past its deadline may still write; never reuse one while it is here."""
+        return frozenset(self._fences)
+
+    @property
+    def pending_saves(self) -> int:
+        """Save tasks (all saves of one layer of one step) that are unfinished."""
+        return self.gate.pending
+
+    @property
+    def invariants_checked(self) -> int:
+        return 1 + (0 if self._audit is None else self._audit.checked)
+
+    def violations(self) -> list[str]:
+        """Every invariant found broken so far (with `audit`), and whether the session counts add up (I2)."""
+        found = [] if self._audit is None else list(self._audit.violations)
+        s = self._stats.sessions
+        open_puts = sum(1 for a in self._groups.values() for p in a.table.puts.values() if p.state.value != "opening")
+        ends = s.put_committed + s.put_revoked + s.put_poisoned + s.put_abandoned + open_puts
+        if s.put_opened != ends:
+            found.append(f"I2: {s.put_opened} put sessions were opened, {ends} are accounted for")
+        return found
+
+
+class Answer(Generic[T]):
+    """A value that arrives once, with the latch that says so."""
+
+    __slots__ = ("latch", "value")
+
+    def __init__(self, default: T) -> None:
+        self.value = default
+        self.latch = Latch()
+
+    def give(self, value: T) -> None:
+        self.value = value
+        self.latch.open()
+
+
+def _opened() -> Latch:
+    latch = Latch()
+    latch.open()
+    return latch

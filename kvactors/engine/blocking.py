@@ -1,0 +1,183 @@
+"""The face that a synchronous forward pass calls: an engine on a loop and a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvactors.actors.step_state import StepState
+from kvactors.core.config import EngineConfig
+from kvactors.core.events import DeviceEvent
+from kvactors.core.layout import KVLayout
+from kvactors.core.ranges import Bases
+from kvactors.core.reachability import Hit
+from kvactors.core.stats import EngineStats
+from kvactors.core.steps import GroupBlocks, ReleaseReason, StepRequest
+from kvactors.core.store import Store
+from kvactors.engine.asynchronous import Engine
+from kvactors.engine.steps import StepView
+from kvactors.errors import DeadlineError
+from kvactors.messages import LoadDone
+
+START_S = 30.0
+"""How long the engine's thread may take to start."""
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """uvloop where it can be installed (a wake costs 1 µs rather than 24), else asyncio's own."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+class BlockingEngine:
+    """Takes the same arguments as `Engine`; its methods block the calling thread, with deadlines, and never poll.
+
+    The loop thread is a daemon. If it dies, every latch is opened with failures and later calls pass through.
+    """
+
+    def __init__(
+        self, layout: KVLayout, store: Store, bases: Bases, config: EngineConfig | None = None, **options: Any
+    ) -> None:
+        self._ready = threading.Event()
+        self._loop = new_loop()
+        self._engine = Engine(layout, store, bases, config, **options)
+        self._step_thread = 0
+        self._stopped: asyncio.Event | None = None
+        self._failed: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name="kvactors loop", daemon=True)
+        self._thread.start()
+        if not self._ready.wait(START_S) or self._failed is not None:
+            raise DeadlineError(f"the engine's loop thread did not start: {self._failed!r}")
+
+    def _main(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as e:
+            self._failed = e
+        finally:
+            self._engine.give_up("the engine was closed" if self._failed is None else f"the loop died: {self._failed!r}")
+            self._ready.set()
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        self._stopped = asyncio.Event()
+        async with self._engine:
+            self._ready.set()
+            await self._stopped.wait()
+
+    def close(self) -> None:
+        """Stops the loop and its thread; what is under way is reported failed. Idempotent; does not close the store."""
+        if self._thread.is_alive() and self._stopped is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stopped.set)
+        self._thread.join(START_S)
+
+    def __enter__(self) -> BlockingEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, requests: Sequence[StepRequest], event: DeviceEvent | None = None) -> BlockingStep:
+        """See `Engine.begin_step`."""
+        self._step_thread = threading.get_ident()
+        return BlockingStep(self._engine, self._engine.open_step(requests, event))
+
+    # -- lookups, loads, requests --------------------------------------------------------------------------------------
+
+    def lookup(self, hashes: Sequence[bytes], prompt_tokens: int, deadline_s: float | None = None) -> Hit:
+        """See `Engine.lookup`."""
+        answer = self._engine.ask(hashes, prompt_tokens, deadline_s)
+        answer.latch.wait(self._engine.patience_s)
+        return answer.value
+
+    def load(
+        self,
+        request_id: str,
+        blocks: Mapping[int, GroupBlocks],
+        hashes: Sequence[bytes],
+        event: DeviceEvent | None = None,
+    ) -> Load:
+        """Starts a load outside any step; returns a handle at once."""
+        return Load(self._engine, request_id, self._engine.start_load(request_id, blocks, hashes, event))
+
+    def release(self, request_id: str, reason: ReleaseReason = ReleaseReason.FINISHED) -> None:
+        """See `Engine.release`."""
+        latch = self._engine.start_release(request_id, reason)
+        self._engine.driver.in_time(latch.wait(self._engine.patience_s), f"release of {request_id!r}")
+
+    def forget(self, request_id: str) -> None:
+        self._engine.forget(request_id)
+
+    def drain(self, deadline_s: float | None = None) -> None:
+        """See `Engine.drain`. From the thread that has a step open, that step is aborted: it could never end."""
+        engine = self._engine
+        step = engine.driver.open_step
+        if step is not None and threading.get_ident() == self._step_thread:
+            engine.driver.abandon(step, "drained from its own thread")
+        answer = engine.start_drain(deadline_s)
+        answer.latch.wait(engine.patience_s + (engine.config.drain_deadline_s if deadline_s is None else deadline_s))
+        engine.drained(answer)
+
+    # -- looking in ----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def story(self, request_id: str) -> list[str]:
+        return self._engine.story(request_id)
+
+    def violations(self) -> list[str]:
+        return self._engine.violations()
+
+    @property
+    def fenced_blocks(self) -> frozenset[tuple[int, int]]:
+        return self._engine.fenced_blocks
+
+
+class BlockingStep(StepView):
+    """One step, for the compute thread. See `Step` for what each call means."""
+
+    def wait_layer(self, layer: int) -> frozenset[str]:
+        engine, state = self._engine, self._state
+        task = engine.driver.want(state, layer)
+        return engine.driver.waited(state, layer, task is None or task.latch.wait(engine.patience_s))
+
+    def checkpoint(self, layer: int) -> None:  # noqa: ARG002 - the layer names the place, for the reader
+        while (blocked := self._engine.gate.blocked()) is not None:
+            self._engine.driver.in_time(blocked.wait(self._engine.patience_s), "checkpoint: the pending saves")
+
+    def end(self, event: DeviceEvent | None = None) -> None:
+        self._engine.driver.finish(self._state, event)
+        self._engine.driver.in_time(self._state.ended.wait(self._engine.patience_s), f"end of step {self.id}")
+
+    def abort(self, reason: str = "aborted by the caller") -> None:
+        self._engine.driver.abandon(self._state, reason)
+        self._engine.driver.in_time(self._state.ended.wait(self._engine.patience_s), f"abort of step {self.id}")
+
+    def settled(self) -> None:
+        self._engine.driver.in_time(self._state.settled.wait(self._engine.patience_s), f"step {self.id}")
+
+
+class Load:
+    """A load outside any step."""
+
+    def __init__(self, engine: Engine, request_id: str, state: StepState) -> None:
+        self._engine, self._request_id, self._state = engine, request_id, state
+
+    @property
+    def done(self) -> bool:
+        """Whether every block arrived or failed; a plain read."""
+        return self._state.ended.is_open
+
+    def result(self) -> LoadDone:
+        """Waits for the end; see `Engine.load`."""
+        self._engine.driver.in_time(self._state.ended.wait(self._engine.patience_s), f"load for {self._request_id!r}")
+        return self._engine.load_done(self._state, self._request_id)
