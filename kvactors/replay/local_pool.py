@@ -49,10 +49,10 @@ class LocalPool:
         self.peak = 0
         self.bases: dict[tuple[int, int, str], int] = {}
         self._arenas: dict[int, npt.NDArray[np.uint8]] = {}
-        self._free = {g: list(range(n - 1, -1, -1)) for g, n in blocks.items()}
         self._layers: dict[int, list[LayerContent]] = {}
         for group in layout.groups:
             self._lay_out(group.id, blocks[group.id])
+        self._free = {g: list(range(n - 1, -1, -1)) for g, n in blocks.items()}
 
     def _lay_out(self, group_id: int, blocks: int) -> None:
         ranges = self.layout.ranges(group_id)

@@ -71,8 +71,8 @@ class Scheduler:
         """Takes the next chunk's blocks for every running prompt, oldest first; returns those it had to preempt."""
         preempted: list[Prompt] = []
         for prompt in list(self.running):
-            if prompt not in self.running:
-                continue
+            if prompt not in self.running or prompt.end > prompt.computed:
+                continue  # preempted a moment ago, or its step is still to be played
             end = min(prompt.length, prompt.computed + self.chunk_tokens)
             while not self._take(prompt, prompt.computed, end, {}):
                 youngest = self.running[-1]

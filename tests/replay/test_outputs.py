@@ -1,0 +1,161 @@
+"""The report's stable names, the page and the timeline."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+from kvactors.core.observe import Span
+from kvactors.core.stats import EngineStats, GroupStats, SessionStats
+from kvactors.layouts import FAMILIES
+from kvactors.replay.html import render_page
+from kvactors.replay.report import Report, TracePart, build_report
+from kvactors.replay.summary import why_no_hits
+from kvactors.replay.tally import MOST_SAMPLES, Sample, Tally
+from kvactors.replay.timeline import SpanLog, busiest_step, trace_events
+
+NAMES = {
+    "trace": {"path", "requests"},
+    "layout": {"name", "digest", "groups"},
+    "requests": {"total", "completed", "failed"},
+    "tokens": {"input", "hit", "computed", "hit_ratio"},
+    "bytes": {"saved", "loaded", "verified", "mismatched"},
+    "sessions": {
+        "put_opened",
+        "put_committed",
+        "put_revoked",
+        "put_poisoned",
+        "put_abandoned",
+        "get_opened",
+        "get_closed",
+        "get_expired",
+        "open_at_end",
+    },
+    "invariants": {"checked", "violations"},
+    "time": {"wall_s", "compute_s", "exposed_load_s", "exposed_save_s"},
+    "failures": {"injected", "load_failed", "recomputed_tokens"},
+}
+
+
+def report(path: str = "t.jsonl", violations: tuple[str, ...] = (), **counts: int) -> Report:
+    tally = Tally.of([0, 1, 2])
+    tally.requests = tally.completed = 2
+    tally.input_tokens = 2000
+    tally.event("<b>r1</b> failed & left")
+    for name, value in counts.items():
+        setattr(tally, name, value)
+    stats = EngineStats(groups={0: GroupStats(saved=3, bytes_saved=48)}, sessions=SessionStats(put_opened=3, put_committed=3))
+    return build_report(
+        trace=TracePart(path=path, requests=2),
+        layout=FAMILIES["seed-example"].build(),
+        boundary_tokens=1024,
+        hash_tokens=512,
+        store="memory",
+        clock="live",
+        seed=0,
+        tally=tally,
+        stats=stats,
+        violations=list(violations),
+        checked=7,
+        wall_s=1.5,
+        injected=0,
+        preemptions=0,
+        interrupted=False,
+    )
+
+
+def test_stable_names() -> None:
+    data = json.loads(report().to_json())
+    assert data["schema"] == 1
+    assert data["seed"] == 0
+    assert (data["store"], data["clock"]) == ("memory", "live")
+    for part, names in NAMES.items():
+        assert names <= set(data[part]), part
+    assert set(data["blocks"]) == {"0", "1", "2"}
+    assert set(data["blocks"]["0"]) == {"looked_up", "hit", "saved", "loaded", "skipped_existing"}
+
+
+def test_what_makes_a_run_broken() -> None:
+    assert not report().broken
+    assert report(violations=("I2",)).broken
+    assert report(mismatched_bytes=1).broken
+    assert report(failed=1, completed=1).broken
+    assert report(completed=1).broken
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+def test_the_page_is_self_contained_and_escapes_everything() -> None:
+    samples = [Sample(i * 0.1, i, i * 1000, i * 300, (i, i, i), i * 10, i * 20, 1, 0) for i in range(20)]
+    spans = [Span("harness", "step 1", 0, 1), Span("compute", "<i>layer</i>", 0.1, 0.2), Span("worker 0", "get", 0.1, 0.4)]
+    page = render_page(report("/tmp/<script>alert(1)</script>.jsonl", load_failed=2), samples, spans)
+    parser = _Tags()
+    parser.feed(page)
+    names = {tag for tag, _ in parser.tags}
+    assert "svg" in names
+    assert not names & {"script", "link", "img", "iframe", "i ", "b "} - {"b"}
+    assert not any(key in attrs for _, attrs in parser.tags for key in ("src", "href", "onload"))
+    assert not re.search(r"https?://|url\(|@import", page)
+    assert "&lt;script&gt;" in page
+    assert "&lt;b&gt;r1&lt;/b&gt; failed &amp; left" in page
+    assert "prefers-color-scheme:dark" in page
+    assert "width=device-width" in page
+
+
+def test_the_page_of_a_run_without_data_still_renders() -> None:
+    page = render_page(report(), [], [])
+    assert "There is no data to draw." in page
+    assert "No hits" in page
+
+
+def test_timeline_has_a_track_per_actor_and_overlapping_spans_get_rows() -> None:
+    log = SpanLog(limit=4)
+    for span in (
+        Span("worker 0", "put", 5.0, 5.5, {"keys": 3}),
+        Span("worker 0", "put", 5.2, 5.8),
+        Span("compute", "layer 0", 5.0, 5.1),
+        Span("group 1", "prepare", 5.0, 5.01),
+        Span("group 1", "dropped", 6, 7),
+    ):
+        log.span(span)
+    data = trace_events(log.spans, log.dropped)
+    threads = {e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
+    assert threads == {"compute", "group 1", "worker 0", "worker 0 (2)"}
+    spans = [e for e in data["traceEvents"] if e["ph"] == "X"]
+    assert len(spans) == 4
+    assert data["otherData"]["dropped_spans"] == 1
+    first = next(e for e in spans if e["args"].get("keys") == 3)
+    assert (first["ts"], first["dur"]) == (0.0, 500_000.0)
+    json.dumps(data)
+
+
+def test_busiest_step() -> None:
+    spans = [Span("harness", "1", 0, 1), Span("harness", "2", 1, 2), Span("w", "a", 1.1, 1.2), Span("w", "b", 1.3, 1.4)]
+    assert busiest_step(spans) == (1, 2)
+    assert busiest_step([]) is None
+
+
+def test_samples_thin_out() -> None:
+    tally = Tally.of([0])
+    for i in range(10_000):
+        if tally.wants_sample():
+            tally.sample(Sample(float(i), i, 0, 0, (0,), 0, 0, 0, 0))
+    assert 100 < len(tally.samples) <= MOST_SAMPLES + 1
+    assert [s.at_s for s in tally.samples] == sorted(s.at_s for s in tally.samples)
+
+
+def test_why_no_hits() -> None:
+    assert "shorter than one boundary" in why_no_hits(report(), 1024)
+    tally_report = report()
+    tally_report.blocks["0"].looked_up = 4
+    assert "share a prefix" in why_no_hits(tally_report, 1024)
+    tally_report.blocks["0"].saved = 0
+    assert "nothing was saved" in why_no_hits(tally_report, 1024)
