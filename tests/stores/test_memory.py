@@ -268,6 +268,24 @@ def test_a_read_in_flight_pins_its_object(clock: ManualClock, buffer: Buffer, mo
     assert store.put_open(["new"], [100]) == [OK]
 
 
+def test_what_is_being_read_is_not_evicted_even_past_its_lease(
+    clock: ManualClock, buffer: Buffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(clock, buffer, 200, watermark=0.0)
+    commit(store, "read", "other")
+    store.get_open(["read"], [100])
+    gate = CopyGate(monkeypatch)
+    reader = Background(store.get_ranges, one_range("read", buffer.address, 100))
+    assert gate.arrived.wait(30)
+    clock.advance(store.lease_s)
+    assert store.put_open(["new"], [200]) == [NO_SPACE]
+    assert (store.contains("read"), store.contains("other")) == (True, False)
+    gate.release.set()
+    assert reader.result() == [LEASE_EXPIRED]
+    assert store.put_open(["new"], [200]) == [NO_SPACE]
+    assert store.put_open(["new"], [200]) == [OK]
+
+
 def test_bytes_that_arrive_after_the_lease_do_not_count(
     clock: ManualClock, buffer: Buffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
