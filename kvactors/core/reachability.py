@@ -8,8 +8,8 @@ read; the longest hit is the greatest such multiple of the boundary.
 
 Terms: lengths are raw tokens from the start of the prompt; blocks are counted from 0 in blocks of their own group. The hash
 unit is the granularity of the fine chained hashes; the hash of a block that spans k units is the last of its k. The
-boundary B is the least common multiple of all block sizes. The rules restate what vLLM's cache managers do, with the
-differences named where they occur; tests/core/test_reachability_oracle.py compares the two.
+boundary B is the least common multiple of all block sizes. The rules are those of vLLM's cache managers for hits that end
+on B; tests/core/test_reachability_oracle.py compares the two and names the few differences.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ class Reachability:
 
         Args:
             num_tokens: computed tokens, aligned down to B by the caller.
-            prompt_tokens: length of the prompt; under retention the boundary where its replay would go on is kept.
+            prompt_tokens: length of the prompt; under retention its replay boundary is kept: prompt_tokens - 1, aligned down
+                to B. A replay in a speculative layout may only match one B less: pass that as a junction to keep it too.
             retention: None = every multiple of B; n > 0 = every multiple of n; 0 = only replay boundary and junctions.
                 Groups that need all blocks anyway ignore it.
             junctions: multiples of B where a shared prefix is known to end; kept under retention.

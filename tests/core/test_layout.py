@@ -6,7 +6,8 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -20,11 +21,11 @@ KV = (CacheEntry("kv", 8, dtype="bf16"),)
 HASH = bytes.fromhex("00ff10ab")
 
 
-def group(gid: int, layers: Sequence[int], kind: GroupKind = GroupKind.FULL, block: int = 16, **more: object) -> Group:
-    return Group(gid, kind, block, dict.fromkeys(layers, KV), **more)  # type: ignore[arg-type]
+def group(gid: int, layers: Sequence[int], kind: GroupKind = GroupKind.FULL, block: int = 16, **more: Any) -> Group:
+    return Group(gid, kind, block, dict.fromkeys(layers, KV), **more)
 
 
-def full(layers: dict[int, Sequence[CacheEntry]], gid: int = 0) -> Group:
+def full(layers: Mapping[int, Sequence[CacheEntry]], gid: int = 0) -> Group:
     return Group(gid, GroupKind.FULL, 16, layers)
 
 
@@ -291,7 +292,7 @@ def test_heads_are_per_group() -> None:
 # -- pipeline stages ---------------------------------------------------------------------------------------------------
 
 
-def cut(rank: int, layers: range, tp: int = 1, **more: object) -> KVLayout:
+def cut(rank: int, layers: range, tp: int = 1, **more: Any) -> KVLayout:
     return KVLayout("m", [group(0, list(layers), **more)], tp, rank, 2)
 
 
@@ -352,9 +353,9 @@ BAD = [
     ),
     ("first layer too high", lambda: KVLayout("m", [group(0, [4])], first_layer=5), "first_layer 5"),
     ("negative group id", lambda: group(-1, [0]), "group id = -1"),
-    ("unknown kind", lambda: Group(0, "ring", 16, {0: KV}), "group 0: unknown kind 'ring'; one of full, "),
+    ("unknown kind", lambda: Group(0, cast(Any, "ring"), 16, {0: KV}), "group 0: unknown kind 'ring'; one of full, "),
     ("block of 0 tokens", lambda: group(0, [0], block=0), "group 0: block_tokens = 0"),
-    ("block of 1.5 tokens", lambda: group(0, [0], block=1.5), "group 0: block_tokens = 1.5"),
+    ("block of 1.5 tokens", lambda: group(0, [0], block=cast(Any, 1.5)), "group 0: block_tokens = 1.5"),
     ("window missing", lambda: group(0, [0], GroupKind.SLIDING_WINDOW), "needs a window"),
     ("window of 1", lambda: group(0, [0], GroupKind.SLIDING_WINDOW, window=1), "group 0: window = 1: .* >= 2"),
     ("window on full attention", lambda: group(0, [0], window=64), "only for kind sliding_window, not for full"),

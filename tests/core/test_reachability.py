@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -23,24 +24,24 @@ ENTRY = (CacheEntry("kv", 8),)
 ALL = None  # every block of the group is stored
 
 
-def full(block: int, gid: int = 0, **more: object) -> Group:
-    return Group(gid, GroupKind.FULL, block, {0: ENTRY}, **more)  # type: ignore[arg-type]
+def full(block: int, gid: int = 0, **more: Any) -> Group:
+    return Group(gid, GroupKind.FULL, block, {0: ENTRY}, **more)
 
 
-def window(block: int, w: int, gid: int = 1, **more: object) -> Group:
-    return Group(gid, GroupKind.SLIDING_WINDOW, block, {0: ENTRY}, window=w, **more)  # type: ignore[arg-type]
+def window(block: int, w: int, gid: int = 1, **more: Any) -> Group:
+    return Group(gid, GroupKind.SLIDING_WINDOW, block, {0: ENTRY}, window=w, **more)
 
 
-def state(block: int, gid: int = 2, **more: object) -> Group:
-    return Group(gid, GroupKind.STATE, block, {0: ENTRY}, **more)  # type: ignore[arg-type]
+def state(block: int, gid: int = 2, **more: Any) -> Group:
+    return Group(gid, GroupKind.STATE, block, {0: ENTRY}, **more)
 
 
-def chunked(block: int, chunk: int, gid: int = 3, **more: object) -> Group:
-    return Group(gid, GroupKind.CHUNKED_LOCAL, block, {0: ENTRY}, chunk_tokens=chunk, **more)  # type: ignore[arg-type]
+def chunked(block: int, chunk: int, gid: int = 3, **more: Any) -> Group:
+    return Group(gid, GroupKind.CHUNKED_LOCAL, block, {0: ENTRY}, chunk_tokens=chunk, **more)
 
 
-def of_kind(kind: GroupKind, block: int, gid: int = 0, **more: object) -> Group:
-    return Group(gid, kind, block, {0: ENTRY}, **more)  # type: ignore[arg-type]
+def of_kind(kind: GroupKind, block: int, gid: int = 0, **more: Any) -> Group:
+    return Group(gid, kind, block, {0: ENTRY}, **more)
 
 
 def fine_hashes(tokens: int, unit: int) -> list[bytes]:
@@ -50,7 +51,7 @@ def fine_hashes(tokens: int, unit: int) -> list[bytes]:
 class Stored:
     """A store that holds, per group, some block indices (`ALL` = every one), and counts what it is asked."""
 
-    def __init__(self, groups: Sequence[Group], unit: int, blocks: dict[int, Collection[int] | None]) -> None:
+    def __init__(self, groups: Sequence[Group], unit: int, blocks: Mapping[int, Collection[int] | None]) -> None:
         self.units = {g.id: g.block_tokens // unit for g in groups}
         self.blocks = blocks
         self.asked: Counter[tuple[int, int]] = Counter()
@@ -71,7 +72,7 @@ class Stored:
 
 
 def hit(
-    groups: Sequence[Group], unit: int, prompt: int, blocks: dict[int, Collection[int] | None], hashed: int | None = None
+    groups: Sequence[Group], unit: int, prompt: int, blocks: Mapping[int, Collection[int] | None], hashed: int | None = None
 ) -> Hit:
     """The hit, asked one by one and in batches; checks what must always hold."""
     r = Reachability(groups, unit)
@@ -169,7 +170,7 @@ HIT_ROWS = [
 @pytest.mark.parametrize(
     ("groups", "unit", "prompt", "blocks", "tokens"), [r[1:] for r in HIT_ROWS], ids=[r[0] for r in HIT_ROWS]
 )
-def test_longest_hit(groups: list[Group], unit: int, prompt: int, blocks: dict, tokens: int) -> None:
+def test_longest_hit(groups: list[Group], unit: int, prompt: int, blocks: Mapping[int, Collection[int]], tokens: int) -> None:
     assert hit(groups, unit, prompt, blocks).tokens == tokens
 
 
@@ -260,7 +261,13 @@ STORE_ROWS = [
     ids=[r[0] for r in STORE_ROWS],
 )
 def test_store_mask(
-    groups: list[Group], num_tokens: int, prompt: int, retention: int, junctions: tuple, group: int, indices: list[int]
+    groups: list[Group],
+    num_tokens: int,
+    prompt: int,
+    retention: int,
+    junctions: tuple[int, ...],
+    group: int,
+    indices: list[int],
 ) -> None:
     mask = Reachability(groups, 8).store_mask(num_tokens, prompt, retention, junctions)[group]
     assert len(mask) == num_tokens // groups[group].block_tokens
@@ -425,7 +432,7 @@ def is_speculative(group: Group, groups: Sequence[Group]) -> bool:
     return any(g.speculative for g in groups if replace(g, id=0, speculative=False) == spec)
 
 
-def brute_force(groups: Sequence[Group], unit: int, hashes: int, prompt: int, blocks: dict) -> int:
+def brute_force(groups: Sequence[Group], unit: int, hashes: int, prompt: int, blocks: Mapping[int, set[int]]) -> int:
     boundary = math.lcm(*(g.block_tokens for g in groups))
     longest = min(max(prompt, 1) - 1, hashes * unit)  # a hit past the hashes could not be told from another prompt's
     for tokens in range(longest // boundary * boundary, 0, -boundary):
@@ -444,7 +451,7 @@ def group_sets(draw: st.DrawFn) -> list[Group]:
     groups = []
     for gid in ids:
         kind = draw(st.sampled_from(list(GroupKind)))
-        more: dict = {"speculative": draw(st.booleans())}
+        more: dict[str, Any] = {"speculative": draw(st.booleans())}
         if kind is GroupKind.SLIDING_WINDOW:
             more["window"] = draw(st.integers(2, 60))
         if kind is GroupKind.CHUNKED_LOCAL:
@@ -468,7 +475,9 @@ def lookups(draw: st.DrawFn) -> tuple[list[Group], int, int, dict[int, set[int]]
 
 @given(lookups())
 @settings(max_examples=400, deadline=None)
-def test_the_hit_is_the_greatest_length_that_is_valid_for_all_groups(lookup: tuple) -> None:
+def test_the_hit_is_the_greatest_length_that_is_valid_for_all_groups(
+    lookup: tuple[list[Group], int, int, dict[int, set[int]]],
+) -> None:
     groups, prompt, hashes, blocks = lookup
     assert hit(groups, UNIT, prompt, blocks, hashes * UNIT).tokens == brute_force(groups, UNIT, hashes, prompt, blocks)
 

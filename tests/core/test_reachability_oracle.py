@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -180,6 +181,47 @@ def test_hits_of_a_single_speculative_group() -> None:
             lookup.check_same()
         else:
             assert lookup.ours.tokens >= lookup.theirs, lookup
+
+
+def best_seconds(call: Callable[[], object]) -> float:
+    def once() -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    return min(once() for _ in range(7))
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 1], ids=["no hit", "half", "all"])
+def test_a_lookup_of_100_000_fine_hashes_is_not_slower(share: float) -> None:
+    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+    groups = [
+        Group(0, GroupKind.FULL, 16, {}),
+        Group(1, GroupKind.SLIDING_WINDOW, 16, {}, window=1024),
+        Group(2, GroupKind.MLA, 32, {}),
+        Group(3, GroupKind.STATE, 64, {}),
+        Group(4, GroupKind.SLIDING_WINDOW, 32, {}, window=128),
+    ]
+    rng = random.Random(10)
+    hashes = [rng.randbytes(32) for _ in range(100_000)]
+    prompt = 1_600_001
+    vllm = vllm_coordinator(groups, 16)
+    stored: dict[int, set[bytes]] = {}
+    for i, g in enumerate(groups):
+        own = hashes[g.block_tokens // 16 - 1 :: g.block_tokens // 16]
+        stored[g.id] = set(own[: int(len(own) * share)])
+        for h in stored[g.id]:
+            vllm.block_pool.cached_block_hash_to_block.insert(make_block_hash_with_group_id(h, i), vllm.block_pool.blocks[1])
+    r = Reachability(groups, 16)
+
+    def readable_many(gid: int, asked: Sequence[bytes]) -> list[bool]:
+        held = stored[gid]
+        return [h in held for h in asked]
+
+    theirs = best_seconds(lambda: vllm.find_longest_cache_hit(hashes, prompt - 1))
+    assert best_seconds(lambda: r.longest_hit(hashes, prompt, lambda gid, h: h in stored[gid])) <= theirs
+    assert best_seconds(lambda: r.longest_hit(hashes, prompt, readable_many=readable_many)) <= theirs
 
 
 def test_store_masks() -> None:
