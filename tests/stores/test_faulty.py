@@ -8,8 +8,8 @@ import pytest
 from kvactors.core.store import Outcome, Store
 from kvactors.errors import ConfigError, StoreError, StoreUnreachableError
 from kvactors.stores import PRESETS, Fault, FaultPlan, FaultyStore, MemoryStore
-from stores.contract import Buffer, one_range, ranges
-from stores.memory_world import Background, ManualClock
+from tests.stores.contract import Buffer, one_range, ranges
+from tests.stores.memory_world import Background, ManualClock
 
 OK, INVALID, FAILED, UNREACHABLE = Outcome.OK, Outcome.INVALID, Outcome.TRANSFER_FAILED, Outcome.UNREACHABLE
 

@@ -10,8 +10,8 @@ import pytest
 from kvactors.core.store import Outcome
 from kvactors.errors import ConfigError, StoreError
 from kvactors.stores import MemoryPool, MemoryStore, open_store
-from stores.contract import Buffer, one_range, ranges
-from stores.memory_world import Background, CopyGate, ManualClock
+from tests.stores.contract import Buffer, one_range, ranges
+from tests.stores.memory_world import Background, CopyGate, ManualClock
 
 OK, EXISTS, NO_SPACE, INVALID = Outcome.OK, Outcome.EXISTS, Outcome.NO_SPACE, Outcome.INVALID
 NOT_FOUND, NOT_OWNER, LEASED, LEASE_EXPIRED = Outcome.NOT_FOUND, Outcome.NOT_OWNER, Outcome.LEASED, Outcome.LEASE_EXPIRED

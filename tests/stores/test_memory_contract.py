@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvactors.stores import FaultyStore, MemoryStore
-from stores.contract import Buffer, StoreContract, World
-from stores.memory_world import ManualClock
+from tests.stores.contract import Buffer, StoreContract, World
+from tests.stores.memory_world import ManualClock
 
 
 @pytest.fixture(params=["plain", "through FaultyStore"])

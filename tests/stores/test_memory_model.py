@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvactors.core.store import Outcome
 from kvactors.stores import MemoryStore
-from stores.contract import Buffer, ranges
-from stores.memory_world import ManualClock
+from tests.stores.contract import Buffer, ranges
+from tests.stores.memory_world import ManualClock
 
 KEYS = [f"k{i}" for i in range(5)]
 CAPACITY, LEASE, DISCARD, RELEASE = 200, 10, 30, 100
