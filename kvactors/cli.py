@@ -7,6 +7,7 @@ line on stderr; 130 = interrupted (after a drain and the partial report).
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -54,6 +55,23 @@ def _complain(text: str) -> None:
     click.echo(f"kvactors: {' '.join(text.split())}", err=True)
 
 
+def _log_to_stderr(quiet: bool) -> None:
+    """Warnings go to stderr, so that stdout holds the results alone. Quiet: errors only, where faults are injected on
+    purpose. KVACTORS_RANGE_DEBUG=1 shows everything."""
+    import logging
+    import os
+
+    import structlog
+
+    level = logging.ERROR if quiet else logging.WARNING
+    if os.environ.get("KVACTORS_RANGE_DEBUG") == "1":
+        level = logging.DEBUG
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kvactors")
 def cli() -> None:
@@ -72,6 +90,12 @@ def _size(_: click.Context, parameter: click.Parameter, value: str | None) -> in
     from kvactors.stores import parse_size
 
     return None if value is None else parse_size(value, parameter.opts[0])
+
+
+def _finite(_: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise click.UsageError(f"{parameter.opts[0]} {value}: must be a finite number")
+    return value
 
 
 def _layout_options(command: F) -> F:
@@ -155,6 +179,7 @@ def _later(option: str, what: str, *, flag: bool = False) -> Callable[[F], F]:
 @click.option(
     "--speed",
     type=click.FloatRange(min=0, min_open=True),
+    callback=_finite,
     metavar="X",
     help="Play by timestamps, X times as fast; default: each request at once.",
 )
@@ -217,6 +242,7 @@ def replay(
         seed=seed,
     )
     plan = plan_replay(options)
+    _log_to_stderr(quiet=faults is not None)
 
     from kvactors.replay.command import run_and_show
 
@@ -265,6 +291,7 @@ def doctor(as_json: bool) -> int:
     """What is installed, in which version; a loopback self-test; what is missing and how to install it."""
     from kvactors.doctor import examine, print_findings
 
+    _log_to_stderr(quiet=True)
     findings = examine()
     if as_json:
         click.echo(json.dumps([f.as_dict() for f in findings], indent=2))

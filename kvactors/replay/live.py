@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvactors.core.config import EngineConfig
 from kvactors.core.layout import KVLayout
 from kvactors.core.store import Store
 from kvactors.devices import CpuDevices, MonotonicClock
@@ -115,6 +116,7 @@ async def _replay(
         options.layout,
         store,
         pool.bases,
+        EngineConfig(audit=True),
         clock=clock,
         rng=random.Random(options.seed),
         devices=CpuDevices(),

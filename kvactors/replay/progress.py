@@ -65,14 +65,18 @@ class LiveProgress:
 
 
 class PlainProgress:
-    """One line every ten seconds."""
+    """A line when the first step is done, then one every ten seconds."""
 
     def __init__(self, console: Console, total: int, clock: Clock) -> None:
         self._console, self._total, self._clock = console, total, clock
         self._start = self._last = clock.now()
+        self._begun = False
 
     def update(self, tally: Tally) -> None:
         now = self._clock.now()
+        if not self._begun:
+            self._begun = True
+            self._console.print(f"replaying {self._total:,} requests", highlight=False)
         if now - self._last < PLAIN_EVERY_S:
             return
         self._last = now

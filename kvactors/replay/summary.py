@@ -90,6 +90,8 @@ def why_no_hits(report: Report, shortest_hit_tokens: int) -> str:
         return f"every prompt is shorter than one boundary of {shortest_hit_tokens} tokens plus one"
     if report.failures.load_failed:
         return f"loads failed for {report.failures.load_failed} requests"
+    if report.sessions.put_abandoned or report.sessions.put_poisoned:
+        return f"the store was lost; {saved:,} objects had been saved by then"
     if not saved:
         return "nothing was saved (too little capacity, or retention keeps nothing)"
     if report.requests.completed == 1:
