@@ -11,7 +11,7 @@ from html import escape
 from typing import NamedTuple
 
 WIDTH, HEIGHT = 720, 260
-LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 30
+LEFT, RIGHT, TOP, BOTTOM = 84, 12, 12, 30
 COLOURS = 6
 
 
@@ -85,7 +85,7 @@ def bar_chart(label: str, bars: Sequence[Bar], show: Callable[[float], str] = sh
     """Horizontal bars with their values."""
     if not bars:
         return _nothing("There is no data to draw.")
-    row, left = 26, 130
+    row, left = 26, 170
     height = row * len(bars) + 8
     most = max((bar.value for bar in bars), default=0.0) or 1.0
     out = [_open(label, height)]
@@ -105,7 +105,7 @@ def row_chart(label: str, rows: Sequence[tuple[str, Sequence[Block]]], length_s:
     """Rows of spans against one time axis: compute windows above the transfers that they hide."""
     if not rows or length_s <= 0:
         return _nothing("No step with transfers was recorded.")
-    row, left = 22, 130
+    row, left = 24, 170
     height = row * len(rows) + 28
     out = [_open(label, height)]
     plot_w = WIDTH - left - RIGHT

@@ -28,7 +28,7 @@ h1{font-size:22px;margin:0 0 2px}h2{font-size:16px;margin:0 0 8px}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:10px;margin:14px 0 18px}
 .card,section{background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:12px 14px;min-width:0}
 .card b{display:block;font-size:20px;font-variant-numeric:tabular-nums}.card span{color:var(--faint);font-size:13px}
-svg{display:block;width:100%;height:auto}.grid{stroke:var(--rule);stroke-width:1}.axis{fill:var(--faint);font-size:13px}
+svg{display:block;width:100%;height:auto}.grid{stroke:var(--rule);stroke-width:1}.axis{fill:var(--faint);font-size:14px}
 .line{fill:none;stroke-width:2.2;stroke-linejoin:round}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:4px 16px;margin:8px 0 0;padding:0;font-size:13px}
 .legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:6px}
@@ -36,7 +36,7 @@ svg{display:block;width:100%;height:auto}.grid{stroke:var(--rule);stroke-width:1
 th,td{text-align:right;padding:4px 8px;border-bottom:1px solid var(--rule);white-space:nowrap}
 th:first-child,td:first-child,th:nth-child(2),td:nth-child(2){text-align:left}
 ol{margin:0;padding-left:22px;font-size:13px;overflow-wrap:anywhere}
-@media(max-width:520px){body{padding:14px 10px 32px}.card b{font-size:17px}.axis{font-size:19px}}
+@media(max-width:520px){body{padding:14px 10px 32px}.card b{font-size:17px}.axis{font-size:17.5px}}
 """
 
 
