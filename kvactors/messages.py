@@ -196,6 +196,13 @@ class GroupCommitted:
 
 
 @dataclass(slots=True, eq=False)
+class GroupIdle:
+    """Sessions that had outlived their step (a lost call held them) have reached their end."""
+
+    group_id: int
+
+
+@dataclass(slots=True, eq=False)
 class GroupFailed:
     """Supervisor -> coordinator: the group's actor crashed."""
 

@@ -20,6 +20,8 @@ class Actor(ABC):
         self.clock = clock
         self.mailbox: Mailbox[Any] = Mailbox(name, mailbox_limit)
         self._observer = observer
+        self.current: Any = None
+        """the message in hand; what was lost with it when the actor crashes"""
         self._timers: set[asyncio.TimerHandle] = set()
 
     @abstractmethod
@@ -29,7 +31,7 @@ class Actor(ABC):
         """Runs until cancelled, or until a handler raises."""
         mailbox = self.mailbox
         while True:
-            message = await mailbox.receive()
+            self.current = message = await mailbox.receive()
             if self._observer is None:
                 await self.handle(message)
             else:

@@ -26,6 +26,7 @@ from kvactors.core.layout import KVLayout, group_hashes
 from kvactors.core.observe import Observer
 from kvactors.core.queue import Priority
 from kvactors.core.reachability import Hit
+from kvactors.core.sessions import SessionTable
 from kvactors.core.stats import EngineStats
 from kvactors.core.steps import GroupBlocks, ReleaseReason, StepRequest
 from kvactors.core.store import Health, Outcome, Store
@@ -45,6 +46,7 @@ from kvactors.messages import (
     GroupCommitted,
     GroupEnded,
     GroupFailed,
+    GroupIdle,
     LayerReady,
     LayerWanted,
     LoadBlocks,
@@ -117,6 +119,7 @@ class Coordinator(Actor):
         hash_tokens: int,
         *,
         groups: Mapping[int, Mailbox[Any]],
+        tables: Sequence[SessionTable],
         states: dict[int, StepState],
         pool: TransferPool,
         stats: EngineStats,
@@ -130,6 +133,7 @@ class Coordinator(Actor):
         self.circuit = Circuit(config.probe_interval_s)
         self._layout, self._hash_tokens = layout, hash_tokens
         self._groups, self._states, self._pool = groups, states, pool
+        self._tables = tables
         self._stats, self._taints, self._find, self._config = stats, taints, find, config
         self._runs: dict[int, Run] = {}
         self._open: Run | None = None
@@ -156,6 +160,8 @@ class Coordinator(Actor):
                 await self._group_ended(message.step, message.group_id)
             case GroupCommitted():
                 await self._group_settled(message.step, message.group_id)
+            case GroupIdle():
+                await self._check_drained()
             case AbortStep():
                 await self._abort(message.step, message.reason)
             case LoadBlocks():
@@ -250,7 +256,7 @@ class Coordinator(Actor):
         if run is None:
             return
         run.preparing.discard(message.group_id)
-        if isinstance(message, PrepareFailed):
+        if isinstance(message, PrepareFailed) and not run.active:
             run.failed = run.failed or f"group {message.group_id}: {message.reason}"
         if run.preparing or run.active:
             return
@@ -485,7 +491,8 @@ class Coordinator(Actor):
         await self._check_drained()
 
     async def _check_drained(self) -> None:
-        if self._drain is not None and self._left is None and not self._runs and not self._next:
+        busy = self._runs or self._next or any(not table.idle for table in self._tables)
+        if self._drain is not None and self._left is None and not busy:
             self._finish_drain([])
 
     def _finish_drain(self, left: list[str]) -> None:

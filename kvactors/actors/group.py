@@ -34,6 +34,7 @@ from kvactors.messages import (
     ForgetRequest,
     GroupCommitted,
     GroupEnded,
+    GroupIdle,
     Kind,
     LayerReady,
     LayerWanted,
@@ -82,6 +83,8 @@ class GroupActor(Actor):
         self.table = table
         self.steps: dict[int, GroupStep] = {}
         self._states = steps
+        self._stray = False
+        """sessions outlived their step: a lost call holds them until it returns"""
         self.context = GroupContext(
             group_id, ranges, key_parts, stores, table, stats, pool, clock, config, self.mailbox, upward, self.later, fences
         )
@@ -108,7 +111,7 @@ class GroupActor(Actor):
                 self._readable(message)
             case Cleaned():
                 self.context.replied()
-                self._saver.cleaned(message.session)
+                self._saver.cleaned(self.steps.get(message.session.step), message.session)
                 self._progress(message.session.step)
             case RetryOpens():
                 gs = self.steps.get(message.step)
@@ -188,6 +191,8 @@ class GroupActor(Actor):
             self.context.replied()
         gs = self.steps.get(job.step)
         match job:
+            case Transfer(kind=Kind.GET) if done.late:
+                self._loader.returned_late(job)
             case Transfer(kind=Kind.GET) if gs is not None:
                 self._loader.transferred(gs, done, job)
             case Transfer(kind=Kind.PUT) if gs is not None:
@@ -243,10 +248,13 @@ class GroupActor(Actor):
 
     def _progress(self, step: int) -> None:
         """Reports each stage that the step has now reached in this group, once."""
+        c = self.context
+        if self._stray and self.table.idle:
+            self._stray = False
+            c.upward(GroupIdle(self.group_id))
         gs = self.steps.get(step)
         if gs is None:
             return
-        c = self.context
         if gs.loads is not None and not gs.gets_awaited and not gs.started_early and not gs.error and not gs.ending:
             self._load_early(gs)
         awaited = gs.gets_awaited + gs.puts_awaited
@@ -262,9 +270,10 @@ class GroupActor(Actor):
         if idle and not gs.ended:
             gs.ended = True
             c.upward(GroupEnded(step, self.group_id))
-        if gs.ended and gs.released and not gs.closing and not (saves is not None and saves.unsettled):
+        if gs.ended and gs.released and not gs.closing and not gs.block_of and not (saves is not None and saves.unsettled):
             del self.steps[step]
             c.upward(GroupCommitted(step, self.group_id))
+            self._stray = self._stray or not self.table.idle
 
     # -- a drain's deadline --------------------------------------------------------------------------------------------
 

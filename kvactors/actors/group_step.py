@@ -34,6 +34,7 @@ class GroupStep:
         opening: background opens under way; the first save waits for their answers.
         deferred: messages that arrived meanwhile.
         closing: get closes this step asked for that have not come back.
+        block_of: local block id of each put session that is still `opening`.
     """
 
     state: StepState

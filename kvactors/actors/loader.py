@@ -32,6 +32,8 @@ class Loader:
         """key -> steps whose preparation waits for its session"""
         self._reopen: dict[str, list[GroupStep]] = {}
         """key -> steps that want it while its session is being closed"""
+        self._lost: dict[Transfer, GroupStep] = {}
+        """reads past their deadline that have not returned"""
 
     # -- preparing -----------------------------------------------------------------------------------------------------
 
@@ -185,14 +187,11 @@ class Loader:
         c, loads = self._c, gs.loads
         assert loads is not None
         call = job.call
-        if done.late:
-            self._fence(loads, call, -1)
-            self._give_back(gs, dict.fromkeys(call.batch.keys))
-            return
         gs.inflight -= 1
         loads.returned(call, done.outcomes)
         loads.opened_at[call.rows] = job.oldest_s
         if Outcome.LOST in done.outcomes:
+            self._lost[job] = gs
             self._fence(loads, call, 1)
             for key in dict.fromkeys(call.batch.keys):
                 c.table.gets[key].refs += 1  # the call itself holds its sessions until it returns (I6)
@@ -201,6 +200,13 @@ class Loader:
             expired = outcome in (Outcome.LEASE_EXPIRED, Outcome.STALE)
             if expired and session is not None and session.state is GetState.OPEN:
                 c.table.get(session, GetEvent.EXPIRE)
+
+    def returned_late(self, job: Transfer) -> None:
+        """A read that was given up has returned: it writes nothing more, and needs its sessions no longer."""
+        gs = self._lost.pop(job, None)
+        if gs is not None and gs.loads is not None:
+            self._fence(gs.loads, job.call, -1)
+            self._give_back(gs, dict.fromkeys(job.call.batch.keys))
 
     def _fence(self, loads: StepLoads, call: RangeCall, by: int) -> None:
         for block_id in loads.block_ids[call.rows].tolist():

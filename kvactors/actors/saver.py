@@ -97,20 +97,19 @@ class Saver:
         answer = job.result
         if done.outcomes[0] is not Outcome.OK or not isinstance(answer, list) or len(answer) != len(sessions):
             gs.error = gs.error or f"readable: {done.error or done.outcomes[0].value}"
-            for s in sessions:
-                c.table.put(s, PutEvent.REFUSED, "readable failed")
+            self._refuse(gs, sessions, "readable failed")
             return
         wanted: list[PutSession] = []
         for s, exists in zip(sessions, answer, strict=True):
             if exists:
                 c.stats.skipped_existing += 1
-                c.table.put(s, PutEvent.REFUSED, "readable already")
+                self._refuse(gs, [s], "readable already")
                 if s.life == c.table.lives.get(s.owner.request_id, 0):
                     c.table.remember(s.owner.request_id, s.owner.block_index, s.key)
             else:
                 wanted.append(s)
         if wanted and (gs.ending or gs.error):
-            self._refuse(wanted, "the step ended before it was opened")
+            self._refuse(gs, wanted, "the step ended before it was opened")
         elif wanted:
             gs.puts_awaited += 1
             self._open(gs, wanted)
@@ -146,11 +145,12 @@ class Saver:
             elif outcome is Outcome.NO_SPACE and not gs.ending:
                 again.append(s)
             elif outcome is Outcome.LOST:
+                gs.block_of.pop(s, None)
                 c.table.put(s, PutEvent.LOST, "put open did not return")
             elif outcome in NO_ANSWER:
                 self._clean_up(s, outcome)
             else:
-                self._refuse([s], outcome.value)
+                self._refuse(gs, [s], outcome.value)
         if background:
             gs.opening -= 1
         else:
@@ -177,7 +177,7 @@ class Saver:
             return
         attempt = sessions[0].attempts - 2
         if attempt >= len(SPACE_RETRY_S):
-            self._refuse(sessions, Outcome.NO_SPACE.value)
+            self._refuse(gs, sessions, Outcome.NO_SPACE.value)
             return
         gs.retries.extend(sessions)
         c.later(SPACE_RETRY_S[attempt], RetryOpens(gs.state.id))
@@ -188,9 +188,10 @@ class Saver:
             gs.opening += 1
             self._open(gs, sessions)
 
-    def _refuse(self, sessions: Iterable[PutSession], cause: str) -> None:
+    def _refuse(self, gs: GroupStep, sessions: Iterable[PutSession], cause: str) -> None:
         c = self._c
         for s in sessions:
+            gs.block_of.pop(s, None)
             if cause == Outcome.NO_SPACE.value:
                 c.stats.skipped_no_space += 1
             elif cause == Outcome.EXISTS.value:
@@ -214,9 +215,9 @@ class Saver:
     def _post_cleaned(self, session: PutSession, _done: TransferDone) -> None:
         self._c.mailbox.post(Cleaned(session))
 
-    def cleaned(self, session: PutSession) -> None:
-        if session.state is PutState.OPENING:
-            self._refuse([session], "put open failed")
+    def cleaned(self, gs: GroupStep | None, session: PutSession) -> None:
+        if gs is not None and session.state is PutState.OPENING:
+            self._refuse(gs, [session], "put open failed")
 
     def late_open(self, sessions: Sequence[PutSession], done: TransferDone) -> None:
         """A put open that was given up has returned: whatever it opened is revoked; the keys stay abandoned."""
@@ -240,7 +241,7 @@ class Saver:
             gs.deferred.append(message)
             return
         if gs.retries:
-            self._refuse(gs.retries, Outcome.NO_SPACE.value)
+            self._refuse(gs, gs.retries, Outcome.NO_SPACE.value)
             gs.retries = []
         if state.failed:
             saves.kill_where(state.failed, "a load of its request failed")
@@ -398,7 +399,7 @@ class Saver:
     def end(self, gs: GroupStep, revoke: bool, reason: str) -> None:
         """No layer is signalled any more; with `revoke` nothing of the step is committed."""
         if gs.retries:
-            self._refuse(gs.retries, Outcome.NO_SPACE.value)
+            self._refuse(gs, gs.retries, Outcome.NO_SPACE.value)
             gs.retries = []
         if gs.saves is not None:
             gs.saves.end()

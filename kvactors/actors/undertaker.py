@@ -26,6 +26,7 @@ from kvactors.messages import (
     ForgetRequest,
     GroupCommitted,
     GroupEnded,
+    GroupIdle,
     Job,
     Kind,
     Open,
@@ -50,16 +51,20 @@ class Undertaker(Actor):
         self._c = context
         self._states = states
         self._steps = set(crashed.steps)
+        self._unprepared = [step for step, gs in crashed.steps.items() if not gs.prepared]
+        self._current = crashed.current
         self._reason = f"{crashed.name} crashed"
 
-    def begin(self) -> None:
-        """Gives up the group's part of every step, and ends the sessions that no call holds."""
+    async def begin(self) -> None:
+        """Gives up the group's part of every step, ends the sessions that no call holds, and takes up the message in hand."""
+        for step in self._unprepared:
+            self._c.upward(PrepareFailed(step, self._c.group_id, self._reason))
         for step in self._steps:
             self._c.pool.cancel(step)
             state = self._states.get(step)
             if state is not None:
                 state.forgo(self._c.group_id, self._reason)
-        self._sweep()
+        await self.handle(self._current)
 
     async def handle(self, message: Any) -> None:
         c = self._c
@@ -139,6 +144,8 @@ class Undertaker(Actor):
             for put in [p for p in c.table.puts.values() if p.key not in busy and p not in revoke]:
                 event = PutEvent.REFUSED if put.state is PutState.OPENING else PutEvent.LOST
                 c.table.put(put, event, self._reason)
+        if c.table.idle:
+            c.upward(GroupIdle(c.group_id))
         moving = {job.step for job in jobs if isinstance(job, Transfer)}
         for step in [s for s in self._steps if s not in moving]:
             self._steps.discard(step)

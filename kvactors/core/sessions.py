@@ -176,6 +176,11 @@ class SessionTable:
     poisoned: set[str] = field(default_factory=set)
     abandoned: set[str] = field(default_factory=set)
 
+    @property
+    def idle(self) -> bool:
+        """Whether every session has reached its end."""
+        return not self.puts and not self.gets
+
     # -- puts --------------------------------------------------------------------------------------------------------
 
     def may_open(self, key: str) -> bool:

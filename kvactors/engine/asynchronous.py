@@ -128,6 +128,7 @@ class Engine:
             layout,
             self.hash_tokens,
             groups={gid: actor.mailbox for gid, actor in self._groups.items()},
+            tables=[actor.table for actor in self._groups.values()],
             states=self._states,
             pool=self._pool,
             stats=self._stats,
@@ -219,7 +220,7 @@ class Engine:
             log.error("a group's actor crashed; further steps pass through", actor=actor.name, error=repr(e), exc_info=True)
             self._coordinator.mailbox.post(GroupFailed(actor.group_id, e))
             undertaker = Undertaker(actor, self._states)
-            undertaker.begin()
+            await undertaker.begin()
             await undertaker.run()
 
     def give_up(self, reason: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -80,6 +79,7 @@ class Rig:
         for gate in self.store.gates.values():
             gate.release()
         await self.engine.close()
+        self.memory.close()  # waits for range calls under way: they must not touch memory that is gone
         if failed is None:
             assert self.engine.violations() == []
 
@@ -198,13 +198,9 @@ async def arrived(gate: Any) -> None:
     assert await asyncio.to_thread(gate.arrived.wait, PATIENCE_S)
 
 
-async def in_thread(call: Any, *args: Any) -> Any:
-    return await asyncio.to_thread(call, *args)
-
-
-def idle_thread() -> threading.Thread:
-    """A thread that has ended, for tests that need one."""
-    thread = threading.Thread(target=lambda: None)
-    thread.start()
-    thread.join()
-    return thread
+async def quiet(rig: Rig) -> None:
+    """Waits until no job is queued or running: each probe passes through every queue that a commit passes."""
+    for _ in range(6):
+        await rig.engine.lookup(hashes(4, "nothing"), 64)
+        while any(rig.engine._pool.jobs_of(g.id) for g in rig.layout.groups):
+            await rig.engine.lookup(hashes(4, "nothing"), 64)

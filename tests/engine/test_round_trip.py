@@ -6,7 +6,7 @@ import pytest
 
 from kvactors.core.layout import CacheEntry, Group, GroupKind, KVLayout
 from kvactors.core.steps import NULL_BLOCK, GroupBlocks, Phase, ReleaseReason, StepRequest
-from tests.engine.rig import COMPRESSED, FULL, STATE, Rig, full_layout, hashes, seed_layout
+from tests.engine.rig import COMPRESSED, FULL, STATE, Rig, full_layout, hashes, quiet, seed_layout
 
 
 async def test_group_byte_round_trip() -> None:
@@ -98,14 +98,6 @@ async def test_each_group_commits_after_its_own_last_layer() -> None:
             assert rig.objects(fine) == complete, f"after layer {layer}"
         await step.end()
         await step.settled()
-
-
-async def quiet(rig: Rig) -> None:
-    """Waits until no job is queued or running: each probe passes through every queue that a commit passes."""
-    for _ in range(6):
-        await rig.engine.lookup(hashes(4, "nothing"), 64)
-        while any(rig.engine._pool.jobs_of(g.id) for g in rig.layout.groups):
-            await rig.engine.lookup(hashes(4, "nothing"), 64)
 
 
 async def test_session_ownership_by_group() -> None:
