@@ -39,7 +39,7 @@ class Worker:
 
 
 class Executor(Protocol):
-    """Runs workers. Each worker loops: `job = pool.take(worker)`; None means sleep until woken; else `pool.run(job, worker)`."""
+    """Runs workers. Each loops: `job = pool.take(worker)`; None: sleep until woken; else `pool.run(job, worker)`."""
 
     def start(self, pool: TransferPool, workers: Sequence[Worker]) -> None: ...
 

@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from kvactors.core.ids import GroupId, ModelLayer, StageLayer
 from kvactors.errors import LayoutError
 
 
-class GroupKind(str, Enum):
+class GroupKind(StrEnum):
     """What the layers of a group need from the past; see `core/reachability.py` for what each kind means for a hit."""
 
     FULL = "full"

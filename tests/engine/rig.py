@@ -36,7 +36,7 @@ def seed_layout() -> KVLayout:
 def full_layout(layers: int = 2, entry: int = 16, **group: Any) -> KVLayout:
     """One full-attention group of 16-token blocks, K and V per layer; V lies in memory with padding."""
     entries = [CacheEntry("k", entry), CacheEntry("v", entry, entry + 8)]
-    return KVLayout("m", [Group(0, GroupKind.FULL, 16, {layer: entries for layer in range(layers)}, **group)])
+    return KVLayout("m", [Group(0, GroupKind.FULL, 16, dict.fromkeys(range(layers), entries), **group)])
 
 
 def hashes(count: int, prefix: str = "p") -> list[bytes]:

@@ -461,7 +461,7 @@ async def test_workers_that_never_return_are_replaced_a_bounded_number_of_times(
         fine = hashes(1)
         await rig.save("w", fine)
         for n in range(6):
-            step, failed = await rig.run(rig.request(f"r{n}", fine, load={0: [0]}, first_id=n + 2), settle=False)
+            _, failed = await rig.run(rig.request(f"r{n}", fine, load={0: [0]}, first_id=n + 2), settle=False)
             assert failed[0] == {f"r{n}"}
         assert rig.engine.stats().lost_workers <= 4
 
