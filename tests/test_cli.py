@@ -197,6 +197,15 @@ def test_a_failed_request_exits_1_and_says_why() -> None:
     assert "the pool has 3" in result.stdout
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_an_output_that_fails_at_the_end_exits_1_and_the_others_are_written(tmp_path: Path) -> None:
+    page = tmp_path / "p.html"
+    result = run("replay", str(SAMPLE), "--requests", "5", "--report", "/dev/full", "--html", str(page))
+    assert result.exit_code == 1
+    assert "/dev/full: cannot be written" in result.stderr
+    assert page.exists()
+
+
 def test_faults_from_a_plan_file(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text("{seed: 3, faults: [{what: outcome, call: get_ranges, every: 5, outcome: transfer failed}]}")

@@ -36,21 +36,23 @@ def run_and_show(plan: Plan, *, report_file: str | None, html_file: str | None, 
         return 130
     report = outcome.report
     print_summary(report, out, plan.rules.boundary_tokens)
-    try:
-        if report_file:
-            report.write(report_file)
-        if html_file:
-            write_page(html_file, report, outcome.samples, spans.spans if spans else ())
-        if timeline_file and spans:
-            write_timeline(timeline_file, spans)
-            if spans.dropped:
-                err.print(f"the timeline holds the first {len(spans.spans):,} spans; {spans.dropped:,} more were left out")
-    except OSError as error:
-        err.print(f"kvactors: {error.filename}: cannot be written: {error.strerror}", highlight=False)
-        return 130 if outcome.interrupted else 1
+    failed = False
+    for path, write in (
+        (report_file, report.write),
+        (html_file, lambda path: write_page(path, report, outcome.samples, spans.spans if spans else ())),
+        (timeline_file, lambda path: write_timeline(path, spans) if spans else None),
+    ):
+        try:
+            if path is not None:
+                write(path)
+        except OSError as error:
+            failed = True
+            err.print(f"kvactors: {path}: cannot be written: {error.strerror}", highlight=False, markup=False)
+    if timeline_file and spans and spans.dropped:
+        err.print(f"the timeline holds the first {len(spans.spans):,} spans; {spans.dropped:,} more were left out")
     if outcome.interrupted:
         return 130
-    return 1 if report.broken else 0
+    return 1 if report.broken or failed else 0
 
 
 def _console(file: TextIO) -> Console:

@@ -98,7 +98,10 @@ def run_live(
     on_stopping: Callable[[], None] | None = None,
 ) -> Outcome:
     """Runs a plan to its end, or until SIGINT; the second SIGINT gives up the drain (KeyboardInterrupt)."""
-    return _loop_run(_replay(plan, spans, on_progress, on_stopping))
+    try:
+        return _loop_run(_replay(plan, spans, on_progress, on_stopping))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 async def _replay(
