@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -11,11 +12,13 @@ class Circuit:
 
     Attributes:
         probe_interval_s: seconds until the first probe; doubled after each failed one, up to eight times that.
+        on_close: called when it closes again.
     """
 
     probe_interval_s: float
     is_open: bool = False
     trips: int = 0
+    on_close: Callable[[], None] | None = None
     _wait_s: float = 0.0
 
     def trip(self) -> bool:
@@ -34,8 +37,10 @@ class Circuit:
         return wait
 
     def probed(self, ok: bool) -> None:
-        if ok:
+        if ok and self.is_open:
             self.is_open = False
+            if self.on_close is not None:
+                self.on_close()
 
     @property
     def state(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from kvactors.core.store import Outcome
 from kvactors.devices import ManualEvent
 from kvactors.errors import DrainTimeout, LoadFailedError, StepError
 from kvactors.stores.fault_plan import Fault
-from tests.engine.rig import COMPRESSED, FULL, STATE, Rig, arrived, full_layout, hashes, quiet
+from tests.engine.rig import COMPRESSED, FULL, PATIENCE_S, STATE, Rig, arrived, full_layout, hashes, quiet
 
 FAIL = Outcome.TRANSFER_FAILED
 
@@ -486,9 +487,10 @@ async def test_a_lost_master_voids_every_session_and_the_circuit_opens_and_close
         assert (await rig.engine.lookup(later, 33)).tokens == 0
         step, failed = await rig.run(rig.request("c", later, load={0: [0]}, first_id=9))
         assert failed[0] == {"c"}, "loads fail fast while the circuit is open"
+        closed = threading.Event()
+        rig.engine._coordinator.circuit.on_close = closed.set
         rig.store.revive()
-        while rig.engine.stats().circuit == "open":
-            await asyncio.sleep(0)
+        await asyncio.to_thread(closed.wait, PATIENCE_S)
         await rig.run(rig.request("d", later, save={0: [0, 1]}, first_id=5))
         assert rig.committed(0, later) == [0, 1]
 
