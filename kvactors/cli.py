@@ -68,7 +68,7 @@ def _log_to_stderr(quiet: bool) -> None:
         level = logging.DEBUG
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )
 
 
