@@ -16,7 +16,6 @@ from kvactors.core.clock import Clock
 from kvactors.core.config import EngineConfig
 from kvactors.core.ranges import MAX_RANGES
 from kvactors.core.store import Health, Outcome, RangeBatch, Store
-from kvactors.errors import StoreUnreachableError
 
 
 class _Put:
@@ -42,7 +41,16 @@ class AuditedStore:
         self._writing: Counter[str] = Counter()
         self._reading: Counter[str] = Counter()
         self._calls = 0
-        self._life = 0
+        self._seen = threading.local()
+
+    def begin(self, epoch: int) -> None:
+        """The worker that is about to call knows the store as of this life of its master: what it then does is judged by it."""
+        self._seen.epoch = epoch
+
+    @property
+    def _life(self) -> int:
+        life: int = getattr(self._seen, "epoch", 0)
+        return life
 
     def open_sessions(self) -> list[str]:
         with self._lock:
@@ -61,20 +69,9 @@ class AuditedStore:
             self._check("I7", self._calls <= limit, f"{self._calls} store calls at once; at most {limit} workers exist")
         try:
             yield
-        except StoreUnreachableError:
-            self._lost()
-            raise
         finally:
             with self._lock:
                 self._calls -= 1
-
-    def _lost(self) -> None:
-        with self._lock:
-            self._life += 1
-
-    def _note(self, outcomes: Sequence[Outcome]) -> None:
-        if Outcome.UNREACHABLE in outcomes:
-            self._lost()
 
     # -- puts --------------------------------------------------------------------------------------------------------
 
@@ -89,7 +86,6 @@ class AuditedStore:
             for key, size, outcome in zip(keys, sizes, outcomes, strict=False):
                 if outcome is Outcome.OK:
                     self._puts[key] = _Put(size, opened_at, life)
-        self._note(outcomes)
         return outcomes
 
     def _check_limits(self, batch: RangeBatch) -> None:
@@ -125,7 +121,6 @@ class AuditedStore:
                 put = self._puts.get(key)
                 if put is not None and outcome is Outcome.OK:
                     put.covered += nbytes
-        self._note(outcomes)
         return outcomes
 
     def put_commit(self, keys: Sequence[str]) -> list[Outcome]:
@@ -156,7 +151,6 @@ class AuditedStore:
             for key, outcome in zip(keys, outcomes, strict=False):
                 if outcome is Outcome.OK:
                     self._puts.pop(key, None)
-        self._note(outcomes)
 
     # -- gets --------------------------------------------------------------------------------------------------------
 
@@ -165,7 +159,6 @@ class AuditedStore:
             outcomes = self._store.get_open(keys, sizes)
         with self._lock:
             self._gets.update(k for k, o in zip(keys, outcomes, strict=False) if o is Outcome.OK)
-        self._note(outcomes)
         return outcomes
 
     def get_ranges(self, batch: RangeBatch) -> list[Outcome]:
@@ -180,7 +173,6 @@ class AuditedStore:
         finally:
             with self._lock:
                 self._reading.subtract(batch.keys)
-        self._note(outcomes)
         return outcomes
 
     def get_close(self, keys: Sequence[str]) -> list[Outcome]:

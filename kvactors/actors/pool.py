@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import structlog
 
 from kvactors.actors.actor import Post
+from kvactors.actors.audit import AuditedStore
 from kvactors.core.clock import Clock
 from kvactors.core.config import EngineConfig
 from kvactors.core.observe import Observer, Span
@@ -64,8 +65,10 @@ class TransferPool:
         *,
         on_store_lost: Post,
         observer: Observer | None = None,
+        audit: AuditedStore | None = None,
     ) -> None:
-        self.store = store
+        self.store: Store = store if audit is None else audit
+        self._audit = audit
         self.epoch = 0
         self.lost_workers = 0
         self._config, self._clock, self._executor = config, clock, executor
@@ -156,7 +159,7 @@ class TransferPool:
     def run(self, job: Job, worker: Worker) -> None:
         """Makes the job's store call and answers it. Never raises, whatever the store does."""
         started, epoch = self._clock.now(), self.epoch
-        outcomes, error = self._call(job)
+        outcomes, error = self._call(job, epoch)
         ended = self._clock.now()
         with self._lock:
             mine = self._running.pop(worker, None) is not None
@@ -194,9 +197,11 @@ class TransferPool:
         if waiting is not None:
             self._enqueue(job)
 
-    def _call(self, job: Job) -> tuple[list[Outcome], BaseException | None]:
+    def _call(self, job: Job, epoch: int) -> tuple[list[Outcome], BaseException | None]:
         count = job.count
-        if 0 <= job.epoch != self.epoch:
+        if self._audit is not None:
+            self._audit.begin(epoch)
+        if 0 <= job.epoch != epoch:
             return [Outcome.STALE] * count, None
         try:
             outcomes = self._dispatch(job)

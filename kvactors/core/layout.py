@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvactors.core.ids import GroupId, ModelLayer, StageLayer
 from kvactors.errors import LayoutError
@@ -127,6 +127,11 @@ class Group:
         elif self.chunk_tokens is not None:
             raise LayoutError(f"{where}: chunk_tokens is only for kind chunked_local, not for {self.kind.value}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        layers = {layer: list(entries) for layer, entries in self.layers.items()}
+        args = (self.id, self.kind, self.block_tokens, layers, self.window, self.chunk_tokens, self.speculative, self.kv_heads)
+        return Group, args
+
     def __hash__(self) -> int:
         return hash((self.id, self.kind, self.block_tokens, self.window, self.chunk_tokens, self.speculative))
 
@@ -192,6 +197,9 @@ class KVLayout:
         put(self, "_ranges", MappingProxyType({g.id: _tile(g) for g in self.groups}))
         put(self, "_digest", self._compute_digest())
         put(self, "_key_prefix", MappingProxyType({g.id: self._prefix(g) for g in self.groups}))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KVLayout, (self.model, list(self.groups), self.tp_size, self.pp_rank, self.pp_size, self.first_layer)
 
     # -- geometry ----------------------------------------------------------------------------------------------------
 

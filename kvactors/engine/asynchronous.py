@@ -110,12 +110,13 @@ class Engine:
         self.gate = SaveGate(config.max_pending_saves)
         self._taints = Taints(self.reachability)
         self._pool = TransferPool(
-            store if self._audit is None else self._audit,
+            store,
             config,
             self.clock,
             WorkerThreads() if executor is None else executor,
             on_store_lost=lambda m: self._coordinator.mailbox.post(m),
             observer=observer,
+            audit=self._audit,
         )
         self._groups = {
             g.id: self._group_actor(g.id, group_ranges(layout, g.id, bases, config), tp_rank, observer)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -378,3 +380,12 @@ def test_refused(make: Callable[[], object], says: str) -> None:
     with pytest.raises(LayoutError, match=says) as raised:
         make()
     assert isinstance(raised.value, ValueError)
+
+
+def test_layouts_travel_between_processes() -> None:
+    group = Group(3, GroupKind.SLIDING_WINDOW, 16, {1: [CacheEntry("k", 8, 16, "bf16")]}, window=32)
+    layout = KVLayout("m", [group], tp_size=2, pp_rank=1, pp_size=2)
+    for copied in (pickle.loads(pickle.dumps(layout)), copy.deepcopy(layout)):
+        assert copied == layout
+        assert copied.digest == layout.digest
+        assert copied.group(3) == group
