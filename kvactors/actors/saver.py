@@ -134,6 +134,7 @@ class Saver:
         """An open came back. What found no space is opened again, once at once (eviction may have been immediate)."""
         c = self._c
         again: list[PutSession] = []
+        fresh: list[PutSession] = []
         background = gs.prepared
         for s, outcome in zip(sessions, done.outcomes, strict=True):
             if s.state is not PutState.OPENING:
@@ -141,7 +142,7 @@ class Saver:
             if outcome is Outcome.OK:
                 s.opened_at, s.epoch, s.attempts = done.started_s, done.epoch, 0
                 c.table.put(s, PutEvent.OPENED)
-                self._admit(gs, s)
+                fresh.append(s)
             elif outcome is Outcome.NO_SPACE and not gs.ending:
                 again.append(s)
             elif outcome is Outcome.LOST:
@@ -151,6 +152,7 @@ class Saver:
                 self._clean_up(s, outcome)
             else:
                 self._refuse(gs, [s], outcome.value)
+        self._admit(gs, fresh)
         if background:
             gs.opening -= 1
         else:
@@ -160,10 +162,11 @@ class Saver:
                 gs.error = gs.error or f"put open: {done.error or bad.value}"
         self._again(gs, again, background)
 
-    def _admit(self, gs: GroupStep, session: PutSession) -> None:
+    def _admit(self, gs: GroupStep, sessions: Sequence[PutSession]) -> None:
         saves = gs.saves
-        assert saves is not None
-        saves.admit([session], [gs.block_of.pop(session)])
+        if saves is None or not sessions:
+            return
+        saves.admit(sessions, [gs.block_of.pop(s) for s in sessions])
         if gs.ending or gs.error:
             saves.kill_all("its step was rolled back")
 
