@@ -69,6 +69,7 @@ class Loader:
         elif session.state is GetState.OPEN:
             assert gs.loads is not None
             gs.loads.note_opened(session)
+            self._tell(gs, key, "get opening -> open (shared)")
             return 0
         self._waiting.setdefault(key, []).append(gs)
         return 1
@@ -108,12 +109,20 @@ class Loader:
                 if outcome is Outcome.OK:
                     if gs.loads is not None:
                         gs.loads.note_opened(session)
+                    self._tell(gs, session.key, "get opening -> open")
                     continue
+                self._tell(gs, session.key, f"get opening -> failed ({outcome.value})")
                 gs.held.remove(session.key)
                 if outcome in NO_ANSWER:
                     gs.error = gs.error or f"get open: {outcome.value}"
                 self._fail_key(gs, session.key, outcome)
         return list(touched.values())
+
+    def _tell(self, gs: GroupStep, key: str, what: str) -> None:
+        loads = gs.loads
+        if loads is not None:
+            for row in loads.rows_of.get(key, ()):
+                self._c.table.record(loads.requests[row], self._c.group_id, loads.blocks[row], what)
 
     def _fail_key(self, gs: GroupStep, key: str, outcome: Outcome) -> None:
         loads = gs.loads
@@ -232,9 +241,13 @@ class Loader:
         gs.released = True
         loads, stats = gs.loads, self._c.stats
         if loads is not None:
-            stats.loaded += loads.loaded_rows()
-            stats.load_failed += len(loads.keys) - loads.loaded_rows()
+            loaded = int(loads.arrived().sum())
+            stats.loaded += loaded
+            stats.load_failed += len(loads.keys) - loaded
             stats.bytes_loaded += loads.bytes_delivered
+            for row, arrived in enumerate(loads.arrived().tolist()):
+                what = "get released (loaded)" if arrived else "get released (not loaded)"
+                self._c.table.record(loads.requests[row], self._c.group_id, loads.blocks[row], what)
         held, gs.held = gs.held, []
         self._give_back(gs, held)
 

@@ -158,17 +158,26 @@ class TransferPool:
 
     def run(self, job: Job, worker: Worker) -> None:
         """Makes the job's store call and answers it. Never raises, whatever the store does."""
+        self.finish(worker, self.call(job))
+
+    def call(self, job: Job) -> TransferDone:
+        """Makes the job's store call."""
         started, epoch = self._clock.now(), self.epoch
         outcomes, error = self._call(job, epoch)
-        ended = self._clock.now()
+        return TransferDone(job, outcomes, started, self._clock.now(), epoch, error)
+
+    def finish(self, worker: Worker, done: TransferDone) -> None:
+        """Answers a job whose call returned; the answer is late if the call had been given up."""
+        job = done.job
         with self._lock:
-            mine = self._running.pop(worker, None) is not None
+            done.late = self._running.pop(worker, None) is None
             self._late.pop(worker, None)
             self._answering[worker] = job
         if self._observer is not None:
-            self._observer.span(Span(worker.name, job.label, started, ended, _span_args(job, outcomes)))
-        self._note_store(job, outcomes, epoch)
-        self._reply(job, TransferDone(job, outcomes, started, ended, epoch, error, late=not mine))
+            args = _span_args(job, done.outcomes)
+            self._observer.span(Span(worker.name, job.label, done.started_s, done.ended_s, args))
+        self._note_store(job, done.outcomes, done.epoch)
+        self._reply(job, done)
         with self._lock:
             del self._answering[worker]
 

@@ -76,6 +76,6 @@ class StepLoads:
     def all_started(self) -> bool:
         return len(self.started) == len(self.ranges.layers)
 
-    def loaded_rows(self) -> int:
-        """Rows of which every piece arrived."""
-        return int((self._missed == 0).sum())
+    def arrived(self) -> npt.NDArray[np.bool_]:
+        """For each row, whether every piece of it arrived."""
+        return np.asarray(self._missed == 0)
