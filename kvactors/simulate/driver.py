@@ -1,0 +1,425 @@
+"""The driver of one simulated instance: admits requests, plays steps on all its engines in lockstep, and checks the bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvactors.core.layout import Group, KVLayout
+from kvactors.core.reachability import Hit
+from kvactors.core.steps import NULL_BLOCK, GroupBlocks, Phase, ReleaseReason, StepRequest
+from kvactors.devices import ManualEvent
+from kvactors.engine import Engine, Step
+from kvactors.simulate.local import LocalBlocks
+from kvactors.simulate.prompts import SimRequest
+
+if TYPE_CHECKING:
+    from kvactors.simulate.world import World
+
+MOST_STEPS = 400
+CHUNKS = (16, 32, 64, 256)
+
+
+class Driver:
+    """Serves a list of requests. `engines` and `blocks` go by rank: TP ranks and PP stages of one model."""
+
+    def __init__(
+        self,
+        world: World,
+        number: int,
+        engines: Sequence[Engine],
+        blocks: Sequence[LocalBlocks],
+        requests: Sequence[SimRequest],
+        rng: random.Random,
+    ) -> None:
+        self.world, self.number, self.engines, self.blocks = world, number, engines, blocks
+        self.waiting = list(requests)
+        self.running: list[SimRequest] = []
+        self.steps = 0
+        self._rng = rng
+        self._boundary = engines[0].reachability.boundary_tokens
+        self._hash_tokens = engines[0].hash_tokens
+        self._loads: set[asyncio.Task[None]] = set()
+        self._batch = rng.choice((1, 2, 4))
+        self._reckless = rng.random() < 0.5
+        """aborts, overtakes, preempts"""
+        self._aborts = 0
+        self._crash_at = rng.randrange(5, 400) if world.trouble.draw("crash", world.trouble.rates.crash) else -1
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        if self._crash_at >= 0:
+            engine = self._rng.choice(list(self.engines))
+            victim: Any = self._rng.choice(list(engine._groups.values()))
+            self._plant_crash(victim)
+        for engine in self.engines:
+            await engine.start()
+
+    def _plant_crash(self, actor: Any) -> None:
+        handle, left = actor.handle, [self._crash_at]
+
+        async def crash(message: Any) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise RuntimeError("crashed by the simulation")
+            await handle(message)
+
+        actor.handle = crash
+
+    async def serve(self) -> None:
+        stop_at = self._rng.randrange(3, 60) if self._reckless and self._rng.random() < 0.2 else MOST_STEPS
+        while (self.waiting or self.running or self._loads) and self.steps < stop_at:
+            for local, engine in zip(self.blocks, self.engines, strict=True):
+                local.fenced |= engine.fenced_blocks
+                local.fenced &= local.fenced
+            await self._admit()
+            batch = [r for r in self.running if not r.loading]
+            self._rng.shuffle(batch)
+            batch = batch[: self._batch]
+            if not batch:
+                if self._loads:
+                    await asyncio.wait(self._loads, return_when=asyncio.FIRST_COMPLETED)
+                    continue
+                if self.waiting:
+                    await self._make_room()
+                continue
+            await self._play(batch)
+            if self._reckless and self.running and self._rng.random() < 0.15:
+                await self._disturb(self._rng.choice(self.running))
+
+    async def finish(self) -> None:
+        """Drains, and checks that nothing was left behind."""
+        for task in list(self._loads):
+            await task
+        for engine in self.engines:
+            await engine.drain()
+        for engine in self.engines:
+            sessions = engine.stats().sessions
+            self._must(sessions.open_now == 0, f"I2: {sessions.open_now} sessions are open after the drain")
+
+    async def stop(self) -> None:
+        for task in self._loads:
+            task.cancel()
+        for engine in self.engines:
+            await engine.close()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    async def _admit(self) -> None:
+        while self.waiting and len(self.running) < 2 * self._batch:
+            r = self.waiting[0]
+            hit = await self.engines[0].lookup(r.hashes, r.tokens)
+            self._must(hit.tokens < r.tokens, f"a hit of {hit.tokens} tokens leaves nothing of {r.tokens} to compute")
+            if not self._place(r, hit):
+                return
+            self.waiting.pop(0)
+            self.running.append(r)
+            if r.hit and self._rng.random() < 0.3:
+                r.loading = True
+                task = asyncio.ensure_future(self._load_ahead(r))
+                self._loads.add(task)
+                task.add_done_callback(self._loads.discard)
+
+    def _place(self, r: SimRequest, hit: Hit) -> bool:
+        """Gives the request a local block for each block that it loads or computes; False if they are not there."""
+        tables: list[dict[int, dict[int, int]]] = []
+        for local in self.blocks:
+            table: dict[int, dict[int, int]] = {}
+            tables.append(table)
+            for n, g in enumerate(local.layout.groups):
+                count = len(r.hashes) * self._hash_tokens // g.block_tokens
+                needed = [i for i, m in enumerate(hit.masks[n]) if m] if hit.tokens else []
+                indices = needed + list(range(hit.tokens // g.block_tokens, count))
+                ids = local.take(g.id, len(indices)) if g.layers else []
+                if ids is None:
+                    self._free_tables(tables)
+                    return False
+                table[g.id] = dict(zip(indices, ids, strict=False))
+        r.tables, r.hit, r.masks = tables, hit.tokens, hit.masks
+        r.computed = hit.tokens
+        return True
+
+    def _free_tables(self, tables: list[dict[int, dict[int, int]]]) -> None:
+        for local, table in zip(self.blocks, tables, strict=False):
+            for group, ids in table.items():
+                local.give_back(group, list(ids.values()))
+
+    async def _make_room(self) -> None:
+        if self.running:
+            await self._preempt(self._rng.choice(self.running))
+        else:
+            self.waiting.pop(0)  # it can never fit
+
+    async def _leave(self, r: SimRequest, reason: ReleaseReason) -> None:
+        """The request goes; its blocks are scribbled over as soon as `release` returned."""
+        for engine in self.engines:
+            await engine.release(r.id, reason)
+        self._note_fences()
+        self._free_tables(r.tables)
+        r.tables = []
+        if reason is not ReleaseReason.PREEMPTED:
+            for engine in self.engines:
+                engine.forget(r.id)
+        if r in self.running:
+            self.running.remove(r)
+
+    async def _preempt(self, r: SimRequest) -> None:
+        if r.loading:
+            return
+        await self._leave(r, ReleaseReason.PREEMPTED)
+        if r.wrong:
+            r.restarted_at = 0
+        r.hit = r.computed = 0
+        self.waiting.append(r)
+
+    async def _disturb(self, r: SimRequest) -> None:
+        if self._rng.random() < 0.5:
+            await self._preempt(r)
+        elif r.loading:
+            r.dead = True
+            self._aborts += 1
+            for engine in self.engines:
+                await engine.release(r.id, ReleaseReason.ABORTED)
+        else:
+            await self._leave(r, ReleaseReason.ABORTED)
+
+    def _note_fences(self) -> None:
+        for local, engine in zip(self.blocks, self.engines, strict=True):
+            local.fenced = set(engine.fenced_blocks) | {w for s in engine._states.values() for w in s.fenced}
+
+    # -- loads outside steps -------------------------------------------------------------------------------------------
+
+    async def _load_ahead(self, r: SimRequest) -> None:
+        before = self.world.trouble.whole_calls
+        failed = False
+        for rank, (engine, local) in enumerate(zip(self.engines, self.blocks, strict=True)):
+            blocks = {g.id: self._blocks(r, rank, g, load=True, save=range(0)) for g in local.layout.groups if g.layers}
+            done = await engine.load(r.id, blocks, r.hashes)
+            failed = failed or done.failure is not None
+            if done.failure is None and not r.dead:
+                for g in local.layout.groups:
+                    for layer in {local.layout.stage_layer(layer) for layer in g.layers}:
+                        self._check_loaded(r, rank, g, layer)
+        r.loading = False
+        if r.dead:
+            await self._leave(r, ReleaseReason.ABORTED)
+            return
+        if failed:
+            self._check_blame(r, before)
+            await self._restart(r)
+        else:
+            r.hit = 0
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _blocks(self, r: SimRequest, rank: int, g: Group, *, load: bool, save: range) -> GroupBlocks:
+        table = r.tables[rank][g.id]
+        count = len(r.hashes) * self._hash_tokens // g.block_tokens
+        ids = [table.get(i, NULL_BLOCK) for i in range(count)]
+        n = [x.id for x in self.blocks[rank].layout.groups].index(g.id)
+        loads = [i for i, m in enumerate(r.masks[n]) if m] if load and r.hit else []
+        return GroupBlocks(ids, loads, [i for i in save if i in table])
+
+    def _saved(self, r: SimRequest, g: Group, end: int) -> range:
+        return range(r.computed // g.block_tokens, end // g.block_tokens)
+
+    async def _play(self, batch: list[SimRequest]) -> None:
+        self.steps += 1
+        before, aborts = self.world.trouble.whole_calls, self._aborts
+        ends: dict[str, int] = {}
+        for r in batch:
+            top = len(r.hashes) * self._hash_tokens // self._boundary * self._boundary
+            ends[r.id] = max(r.computed, min(r.computed + self._rng.choice(CHUNKS), top) // self._boundary * self._boundary)
+        steps: list[Step] = []
+        for rank, engine in enumerate(self.engines):
+            layout = self.blocks[rank].layout
+            requests = [
+                StepRequest(
+                    r.id,
+                    r.hashes,
+                    {
+                        g.id: self._blocks(r, rank, g, load=True, save=self._saved(r, g, ends[r.id]))
+                        for g in layout.groups
+                        if g.layers
+                    },
+                    r.restarted_at,
+                )
+                for r in batch
+            ]
+            steps.append(engine.begin_step(requests, self._late_event(lambda: None)))
+        for r in batch:
+            if r.restarted_at is not None:
+                r.wrong, r.restarted_at = False, None
+        stop_after = self._rng.randrange(5) if self._reckless and self._rng.random() < 0.1 else None
+        for layer in range(max(self.blocks[i].layout.stage_layers for i in range(len(self.engines)))):
+            if layer == stop_after:
+                await self._cut_short(steps, batch)
+                return
+            for rank, step in enumerate(steps):
+                if layer < self.blocks[rank].layout.stage_layers:
+                    await self._layer(step, rank, layer, batch, ends)
+        for step in steps:
+            await step.end()
+        self._note_fences()
+        if self._rng.random() < 0.5:
+            for step in steps:
+                await step.settled()
+        await self._after(batch, steps, ends, before, aborts)
+
+    async def _layer(self, step: Step, rank: int, layer: int, batch: list[SimRequest], ends: dict[str, int]) -> None:
+        failed = await step.wait_layer(layer)
+        layout = self.blocks[rank].layout
+        for r in batch:
+            if r.id in failed:
+                r.wrong = True
+            elif r.hit and not r.wrong:
+                for g in layout.groups:
+                    self._check_loaded(r, rank, g, layer)
+        if self.world.trouble.draw("slow", self.world.trouble.rates.slow):
+            await asyncio.sleep(self.world.trouble.pick(0.0, 2.0))
+        work = [
+            (g.id, r.tables[rank][g.id][i], self._hash(layout, g, r, i), not r.wrong)
+            for r in batch
+            for g in layout.groups
+            if g.layers
+            for i in self._saved(r, g, ends[r.id])
+            if i in r.tables[rank][g.id]
+        ]
+
+        def compute() -> None:
+            for group, block, block_hash, right in work:
+                self.blocks[rank].write(group, layer, block, block_hash, right)
+
+        event = self._late_event(compute)
+        if self._rng.random() < 0.2:
+            step.layer_ready(layer, event, Phase.ENTRY)
+        step.layer_ready(layer, event, Phase.EXIT)
+        await step.checkpoint(layer)
+
+    def _late_event(self, work: Any) -> ManualEvent | None:
+        """The device does `work`, then the event fires: now, later, or (the device hangs) never."""
+        trouble = self.world.trouble
+        if trouble.draw("event_lost", trouble.rates.event_lost):
+            return ManualEvent()
+        if not trouble.draw("event_late", trouble.rates.event_late):
+            work()
+            return None
+        event = ManualEvent()
+
+        def fire() -> None:
+            work()
+            event.fire()
+
+        self.world.loop.call_later(trouble.pick(0.0, 0.01), fire)
+        return event
+
+    async def _cut_short(self, steps: Sequence[Step], batch: list[SimRequest]) -> None:
+        """The forward pass raised: the step is aborted, or the next one simply begins."""
+        self._aborts += 1
+        if self._rng.random() < 0.5:
+            for step in steps:
+                await step.abort("the forward pass raised")
+        else:
+            followers = [engine.begin_step([]) for engine in self.engines]
+            for step, follower in zip(steps, followers, strict=True):
+                await follower.end()
+                self._must(step._state.ended.is_open, "I9: a step that was overtaken did not end")
+        self._note_fences()
+        for r in batch:
+            r.wrong = False
+            await self._restart(r)
+
+    async def _after(
+        self, batch: list[SimRequest], steps: Sequence[Step], ends: dict[str, int], before: int, aborts: int
+    ) -> None:
+        failed = {r for step in steps for r in step.failures}
+        for r in batch:
+            if r.id in failed:
+                if self._aborts == aborts:
+                    self._check_blame(r, before)
+                if self._rng.random() < 0.3 and r.failures == 0:
+                    r.wrong, r.failures = True, 1  # carries on, computing from missing KV: must never be published
+                    r.hit, r.computed = 0, ends[r.id]
+                else:
+                    await self._restart(r)
+                    continue
+            else:
+                r.hit, r.computed = 0, max(r.computed, ends[r.id])
+            top = len(r.hashes) * self._hash_tokens // self._boundary * self._boundary
+            if r.computed >= top:
+                await self._leave(r, ReleaseReason.FINISHED)
+
+    async def _restart(self, r: SimRequest) -> None:
+        """Starts again from what is still readable; after some failures, from nothing."""
+        r.failures += 1
+        miss = Hit(0, tuple(() for _ in self.blocks[0].layout.groups))
+        hit = miss if r.failures > 3 else await self.engines[0].lookup(r.hashes, r.tokens)
+        self._note_fences()
+        self._free_tables(r.tables)
+        r.tables = []
+        if not self._place(r, hit) and not self._place(r, miss):
+            self.running.remove(r)
+            r.hit = r.computed = 0
+            for engine in self.engines:
+                await engine.release(r.id, ReleaseReason.PREEMPTED)
+            self.waiting.append(r)
+        r.restarted_at = r.computed
+        r.wrong = False
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def check_event(self) -> None:
+        """After every event of the run."""
+        world = self.world
+        for engine in self.engines:
+            if engine._audit is not None and engine._audit.violations:
+                world.violations.extend(engine._audit.violations)
+            gate = engine.gate
+            if gate.pending < 0 or gate.pending > gate.limit + 1:
+                world.broke(f"I7: {gate.pending} save tasks are pending; the limit is {gate.limit}")
+
+    def _hash(self, layout: KVLayout, g: Group, r: SimRequest, index: int) -> bytes:
+        k = g.block_tokens // self._hash_tokens
+        return r.hashes[(index + 1) * k - 1]
+
+    def _check_loaded(self, r: SimRequest, rank: int, g: Group, layer: int) -> None:
+        layout, local = self.blocks[rank].layout, self.blocks[rank]
+        if not g.layers or not r.hit:
+            return
+        n = [x.id for x in layout.groups].index(g.id)
+        for i, needed in enumerate(r.masks[n]):
+            if needed:
+                block_hash = self._hash(layout, g, r, i)
+                right = local.holds(g.id, layer, r.tables[rank][g.id][i], block_hash)
+                self._must(right, f"I5: layer {layer} of {local.key(g.id, block_hash)} was reported loaded with wrong bytes")
+
+    def _check_blame(self, r: SimRequest, before: int) -> None:
+        """Without any fault that can hit every request, a load fails only if one of its own keys was touched (I8)."""
+        if before or self.world.trouble.whole_calls or self._reckless:
+            return
+        keys = {
+            local.key(g.id, self._hash(local.layout, g, r, i))
+            for local in self.blocks
+            for n, g in enumerate(local.layout.groups)
+            if g.layers and n < len(r.masks)
+            for i, needed in enumerate(r.masks[n])
+            if needed
+        }
+        self._must(bool(keys & self.world.pool.touched), f"I8: {r.id} failed although nothing happened to its keys")
+
+    def _must(self, holds: bool, what: str) -> None:
+        if not holds:
+            self.world.broke(what)
+
+    def story(self, violation: str) -> list[str]:
+        """What happened to the sessions of the block, or of the request, that a violation names."""
+        lines: list[str] = []
+        for engine in self.engines:
+            for request_id in list(engine._story._pages):
+                told = engine.story(request_id)
+                if request_id in violation.split() or not lines:
+                    lines += [f"{request_id}: {line}" for line in told]
+        return lines[-80:]

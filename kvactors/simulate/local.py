@@ -1,0 +1,77 @@
+"""Local KV memory of one simulated rank: what it holds is written, checked and scribbled over here."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from kvactors.core.layout import KVLayout
+from kvactors.simulate.truth import content
+
+GARBAGE = bytes([0xEE]) * 64
+
+
+class LocalBlocks:
+    """Blocks of every group, free lists, and where each entry lies. Block 0 is never used."""
+
+    def __init__(self, layout: KVLayout, tp_rank: int, memory: bytearray, base: int, blocks: int, rng: random.Random) -> None:
+        self.layout = layout
+        self.bases: dict[tuple[int, int, str], int] = {}
+        self.fenced: set[tuple[int, int]] = set()
+        self._memory, self._rng = memory, rng
+        self._head = {g.id: layout.head_of(g.id, tp_rank) for g in layout.groups}
+        self._pieces: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+        self._free = {g.id: list(range(1, blocks)) for g in layout.groups}
+        at = base
+        for g in layout.groups:
+            for layer, entry, offset in layout.ranges(g.id):
+                self.bases[g.id, int(layer), entry.name] = at
+                pieces = self._pieces.setdefault((g.id, layout.stage_layer(layer)), [])
+                pieces.append((at, entry.stride, entry.nbytes, offset))
+                at += entry.stride * blocks
+        self.end = at
+
+    def take(self, group: int, count: int) -> list[int] | None:
+        """Blocks that nobody uses and no late call may write; None if there are not enough."""
+        free = self._free[group]
+        usable = [b for b in free if (group, b) not in self.fenced] if self.fenced else free
+        if len(usable) < count:
+            return None
+        taken = self._rng.sample(usable, count)
+        gone = set(taken)
+        self._free[group] = [b for b in free if b not in gone]
+        return taken
+
+    def give_back(self, group: int, blocks: Sequence[int]) -> None:
+        """The blocks are somebody else's from now on: their bytes change at once."""
+        for block in blocks:
+            for (g, _), pieces in self._pieces.items():
+                if g == group:
+                    for at, stride, size, _ in pieces:
+                        start = at + block * stride
+                        self._memory[start : start + size] = GARBAGE[:size] if size <= 64 else b"\xee" * size
+        self._free[group].extend(blocks)
+
+    def _key(self, group: int, block_hash: bytes) -> tuple[str, int]:
+        return self.layout.key(group, block_hash, self._head[group]), self.layout.object_bytes(group)
+
+    def write(self, group: int, layer: int, block: int, block_hash: bytes, right: bool) -> None:
+        """Computes one layer of one block: the right bytes, or what a model computes from missing KV."""
+        truth = content(*self._key(group, block_hash)) if right else b""
+        for at, stride, size, offset in self._pieces.get((group, layer), ()):
+            start = at + block * stride
+            self._memory[start : start + size] = truth[offset : offset + size] if right else b"\xdd" * size
+
+    def holds(self, group: int, layer: int, block: int, block_hash: bytes) -> bool:
+        """Whether one layer of a block holds the bytes of its hash."""
+        truth = content(*self._key(group, block_hash))
+        return all(
+            self._memory[at + block * stride : at + block * stride + size] == truth[offset : offset + size]
+            for at, stride, size, offset in self._pieces.get((group, layer), ())
+        )
+
+    def key(self, group: int, block_hash: bytes) -> str:
+        return self._key(group, block_hash)[0]
+
+
+Tables = Mapping[int, dict[int, int]]

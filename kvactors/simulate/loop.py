@@ -1,0 +1,104 @@
+"""An asyncio loop on virtual time: nothing sleeps, and ready callbacks run in an order drawn from a seed.
+
+Of the libraries for this, looptime drives a real selector and has no seeded order, and the others are not kept up; what is
+needed is one method of the standard loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from kvactors.errors import EngineError
+
+T = TypeVar("T")
+
+
+class DeadlockError(EngineError):
+    """Every task waits, and nothing is scheduled that could wake one (I9)."""
+
+
+class RunawayError(EngineError):
+    """More events, or more virtual seconds, than a run may take (I9)."""
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """Runs one ready callback at a time; jumps to the next timer when none is ready.
+
+    Args:
+        rng: draws which ready callback runs next; None keeps the order of arrival.
+        on_event: called after every callback.
+        most_events, most_s: limits; beyond them the run is stuck in circles.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random | None = None,
+        on_event: Callable[[], None] | None = None,
+        *,
+        most_events: int = 200_000,
+        most_s: float = 36_000.0,
+    ) -> None:
+        super().__init__()
+        self.events = 0
+        self._now = 0.0
+        self._rng, self._on_event = rng, on_event
+        self._most_events, self._most_s = most_events, most_s
+        self._failure: BaseException | None = None
+
+    def time(self) -> float:
+        return self._now
+
+    def now(self) -> float:
+        """The loop is its own clock."""
+        return self._now
+
+    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
+        return self.call_soon(callback, *args, context=context)
+
+    def _process_events(self, event_list: Any) -> None:
+        """There is no selector."""
+
+    def _write_to_self(self) -> None:
+        """There is no other thread."""
+
+    def _run_once(self) -> None:
+        ready, timers = self._ready, self._scheduled  # type: ignore[attr-defined]
+        while timers and timers[0]._cancelled:
+            heapq.heappop(timers)._scheduled = False
+        if not ready:
+            if not timers:
+                raise DeadlockError("every task waits for something that cannot happen")
+            self._now = max(self._now, timers[0]._when)
+        while timers and timers[0]._when <= self._now:
+            handle = heapq.heappop(timers)
+            handle._scheduled = False
+            if not handle._cancelled:
+                ready.append(handle)
+        if self._rng is not None and len(ready) > 1:
+            ready.rotate(-self._rng.randrange(len(ready)))
+        if ready:
+            handle = ready.popleft()
+            if not handle._cancelled:
+                handle._run()
+                self.events += 1
+                if self._on_event is not None:
+                    self._on_event()
+        if self.events > self._most_events or self._now > self._most_s:
+            raise RunawayError(f"{self.events} events in {self._now:.0f} virtual seconds, and no end")
+
+
+def run_virtual(main: Coroutine[Any, Any, T], loop: VirtualLoop) -> T:
+    """Runs a coroutine to its end on the loop, then closes the loop, whatever tasks are left."""
+    asyncio.set_event_loop(loop)
+    try:
+        return loop.run_until_complete(main)
+    finally:
+        asyncio.set_event_loop(None)
+        for task in asyncio.all_tasks(loop):
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            task.cancel()
+        loop.close()

@@ -1,0 +1,52 @@
+"""Prompts of a simulated run: trees of shared prefixes, so that requests hit each other's blocks."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class SimRequest:
+    """One request.
+
+    Attributes:
+        hashes: fine hashes of its prompt.
+        tokens: prompt length; not always a multiple of anything.
+        computed: tokens that are done.
+        hit: tokens to load in the next step; `masks` says which blocks.
+        tables: per rank and group: block index -> local block id.
+        wrong: the model computed from missing KV; what follows is garbage until a restart.
+        restarted_at: set in the first step after a restart.
+        dead: aborted.
+    """
+
+    id: str
+    hashes: list[bytes]
+    tokens: int
+    computed: int = 0
+    hit: int = 0
+    masks: tuple[tuple[bool, ...], ...] = ()
+    tables: list[dict[int, dict[int, int]]] = field(default_factory=list)
+    wrong: bool = False
+    restarted_at: int | None = None
+    failures: int = 0
+    dead: bool = False
+    loading: bool = False
+
+
+def prompts(count: int, hash_tokens: int, rng: random.Random, prefix: str) -> list[SimRequest]:
+    """Requests whose prompts share prefixes: each continues the prompt of an earlier one at a random place, or starts anew."""
+    trails: list[list[bytes]] = []
+    out = []
+    for n in range(count):
+        trail: list[bytes] = []
+        if trails and rng.random() < 0.7:
+            parent = trails[rng.randrange(len(trails))]
+            trail = parent[: rng.randrange(len(parent) + 1)]
+        for i in range(rng.randrange(1, 10)):
+            trail = [*trail, hashlib.sha256(f"{prefix}/{n}/{i}/{len(trail)}".encode()).digest()]
+        trails.append(trail)
+        out.append(SimRequest(f"{prefix}{n}", trail, len(trail) * hash_tokens + rng.randrange(hash_tokens)))
+    return out

@@ -1,0 +1,298 @@
+"""A simulated Mooncake store with its traps: it knows what is right, but behaves as badly as the real one.
+
+Commit verifies nothing. Sessions of a client outlive the master: their writes "succeed" and land in whatever lies there now.
+A read past its lease may return another object's bytes and say OK. One close drops a get session for everyone in the client.
+Source: the measured behaviour of a real store (docs/design/store-contract.md).
+
+Unlike the real one it judges: each commit is compared with the truth, each write on a stale session is noted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvactors.core.store import Health, Outcome, RangeBatch
+from kvactors.errors import StoreUnreachableError
+from kvactors.simulate.truth import content
+
+Now = Callable[[], float]
+
+DISCARD_S = 30.0
+RELEASE_S = 600.0
+
+
+@dataclass(slots=True)
+class _Object:
+    address: int
+    size: int
+    client: int
+    begun_at: float
+    committed: bool = False
+    lease_until: float = 0.0
+    read_until: float = 0.0
+    used_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Session:
+    address: int
+    size: int
+    life: int
+    until: float = 0.0
+
+
+class SimulatedPool:
+    """The master and the memory that all clients share.
+
+    Attributes:
+        memory: local memory of all engines, and the pool's: addresses are offsets into it.
+        violations: what the pool saw that must never happen.
+        touched: keys for which some answer was not OK, or that were evicted: loads of them may fail.
+    """
+
+    def __init__(self, memory: bytearray, base: int, capacity: int, now: Now, rng: random.Random, lease_s: float) -> None:
+        self.memory, self.now, self.rng = memory, now, rng
+        self.lease_s = lease_s
+        self.alive = True
+        self.life = 0
+        self.objects: dict[str, _Object] = {}
+        self.violations: list[str] = []
+        self.touched: set[str] = set()
+        self.commits = 0
+        self.sloppy_leases = False
+        """reads past the lease return whatever lies there, as success"""
+        self._free: dict[int, list[int]] = {}
+        self._top, self._limit = base, base + capacity
+
+    def allocate(self, size: int) -> int | None:
+        free = self._free.get(size)
+        if free:
+            return free.pop(self.rng.randrange(len(free)))
+        if self._top + size > self._limit:
+            return None
+        self._top += size
+        return self._top - size
+
+    def drop(self, key: str) -> None:
+        o = self.objects.pop(key)
+        self._free.setdefault(o.size, []).append(o.address)
+        self.touched.add(key)
+
+    def evict(self, count: int) -> int:
+        """Drops the least recently used committed objects without a lease."""
+        now = self.now()
+        idle = [k for k, o in self.objects.items() if o.committed and o.lease_until <= now]
+        idle.sort(key=lambda k: self.objects[k].used_at)
+        for key in idle[:count]:
+            self.drop(key)
+        return min(count, len(idle))
+
+    def evict_any(self) -> None:
+        """Drops one committed object that nobody reads, although a lookup may have seen it."""
+        now = self.now()
+        unread = [k for k, o in self.objects.items() if o.committed and o.read_until <= now]
+        if unread:
+            self.drop(unread[self.rng.randrange(len(unread))])
+
+    def kill(self) -> None:
+        self.alive = False
+
+    def restart(self) -> None:
+        """A master without memory: every object is gone, their addresses are free; clients know nothing of it."""
+        self.alive = True
+        self.life += 1
+        for key in list(self.objects):
+            self.drop(key)
+
+    def discard_expired(self, key: str, client: int) -> None:
+        """A put that was begun long ago gives way to another client; after the release timeout its memory is free."""
+        o = self.objects.get(key)
+        if o is None or o.committed:
+            return
+        age = self.now() - o.begun_at
+        if age > RELEASE_S or (age > DISCARD_S and o.client != client):
+            self.drop(key)
+
+
+class SimulatedStore:
+    """One client of the pool; implements `kvactors.core.store.Store`."""
+
+    name = "simulated"
+    put_safe_age_s = DISCARD_S / 2
+
+    def __init__(self, pool: SimulatedPool, client: int, trouble: Callable[[str, Sequence[str]], Mapping[str, Outcome]]) -> None:
+        self.pool, self.client = pool, client
+        self.lease_s = pool.lease_s
+        self._trouble = trouble
+        self._puts: dict[str, _Session] = {}
+        self._gets: dict[str, _Session] = {}
+
+    def _answer(self, call: str, keys: Sequence[str], one: Callable[[str, int], Outcome]) -> list[Outcome]:
+        """One outcome per key, less what the trouble of this call says, which may also raise."""
+        wrong = self._trouble(call, keys)
+        if not self.pool.alive:
+            return [Outcome.UNREACHABLE] * len(keys)
+        out = []
+        for row, key in enumerate(keys):
+            outcome = wrong.get(key)
+            if outcome is None:
+                outcome = one(key, row)
+            if outcome is not Outcome.OK:
+                self.pool.touched.add(key)
+            out.append(outcome)
+        if "*short" in wrong:
+            self.pool.touched.update(keys)
+            return out[:-1]
+        return out
+
+    def put_open(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Outcome]:
+        pool = self.pool
+
+        def one(key: str, row: int) -> Outcome:
+            if key in self._puts:
+                return Outcome.INVALID
+            pool.discard_expired(key, self.client)
+            if key in pool.objects:
+                return Outcome.EXISTS
+            address = pool.allocate(sizes[row])
+            if address is None:
+                pool.evict(4)
+                return Outcome.NO_SPACE
+            pool.objects[key] = _Object(address, sizes[row], self.client, pool.now())
+            self._puts[key] = _Session(address, sizes[row], pool.life)
+            return Outcome.OK
+
+        return self._answer("put_open", keys, one)
+
+    def put_ranges(self, batch: RangeBatch) -> list[Outcome]:
+        pool, memory = self.pool, self.pool.memory
+        shape = list(zip(batch.sizes.tolist(), batch.offsets.tolist(), strict=True))
+        rows = batch.addresses.tolist()
+
+        def one(key: str, row: int) -> Outcome:
+            s = self._puts.get(key)
+            if s is None:
+                return Outcome.INVALID
+            o = pool.objects.get(key)
+            if o is None or o.address != s.address or o.committed:
+                pool.violations.append(f"I11: a range of {key} was written on a stale session into memory of another object")
+            for address, (size, offset) in zip(rows[row], shape, strict=True):
+                if offset + size > s.size:
+                    return Outcome.INVALID
+                at = s.address + offset
+                memory[at : at + size] = memory[address : address + size]
+            return Outcome.OK
+
+        return self._answer("put_ranges", batch.keys, one)
+
+    def put_commit(self, keys: Sequence[str]) -> list[Outcome]:
+        pool = self.pool
+
+        def one(key: str, _: int) -> Outcome:
+            s = self._puts.pop(key, None)
+            if s is None:
+                return Outcome.INVALID
+            o = pool.objects.get(key)
+            if o is None or o.address != s.address:
+                return Outcome.NOT_FOUND
+            if bytes(pool.memory[s.address : s.address + s.size]) != content(key, s.size):
+                pool.violations.append(f"I1: {key} was committed with wrong bytes")
+            o.committed, o.used_at = True, pool.now()
+            pool.commits += 1
+            return Outcome.OK
+
+        return self._answer("put_commit", keys, one)
+
+    def put_revoke(self, keys: Sequence[str]) -> list[Outcome]:
+        pool = self.pool
+
+        def one(key: str, _: int) -> Outcome:
+            s = self._puts.pop(key, None)
+            if s is None:
+                return Outcome.INVALID
+            o = pool.objects.get(key)
+            if o is None or o.address != s.address:
+                return Outcome.NOT_FOUND
+            pool.drop(key)
+            pool.touched.discard(key)
+            return Outcome.OK
+
+        return self._answer("put_revoke", keys, one)
+
+    def get_open(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Outcome]:
+        pool = self.pool
+
+        def one(key: str, row: int) -> Outcome:
+            o = pool.objects.get(key)
+            if o is None:
+                return Outcome.NOT_FOUND
+            if not o.committed:
+                return Outcome.NOT_READY
+            if o.size != sizes[row]:
+                return Outcome.SIZE_MISMATCH
+            o.used_at = pool.now()
+            o.lease_until = max(o.lease_until, pool.now() + pool.lease_s)
+            o.read_until = max(o.read_until, o.lease_until)
+            self._gets[key] = _Session(o.address, o.size, pool.life, o.lease_until)
+            return Outcome.OK
+
+        return self._answer("get_open", keys, one)
+
+    def get_ranges(self, batch: RangeBatch) -> list[Outcome]:
+        pool, memory = self.pool, self.pool.memory
+        shape = list(zip(batch.sizes.tolist(), batch.offsets.tolist(), strict=True))
+        rows = batch.addresses.tolist()
+
+        def one(key: str, row: int) -> Outcome:
+            s = self._gets.get(key)
+            if s is None:
+                return Outcome.INVALID
+            if pool.now() > s.until and not pool.sloppy_leases:
+                del self._gets[key]
+                return Outcome.LEASE_EXPIRED
+            for address, (size, offset) in zip(rows[row], shape, strict=True):
+                at = s.address + offset
+                memory[address : address + size] = memory[at : at + size]
+            return Outcome.OK
+
+        return self._answer("get_ranges", batch.keys, one)
+
+    def get_close(self, keys: Sequence[str]) -> list[Outcome]:
+        def one(key: str, _: int) -> Outcome:
+            return Outcome.INVALID if self._gets.pop(key, None) is None else Outcome.OK
+
+        return self._answer("get_close", keys, one)
+
+    def readable(self, keys: Sequence[str]) -> list[bool]:
+        wrong = self._trouble("readable", keys)
+        if not self.pool.alive:
+            raise StoreUnreachableError("the simulated master is dead")
+        now = self.pool.now()
+        out = []
+        for key in keys:
+            o = self.pool.objects.get(key)
+            if o is not None and o.committed:
+                o.lease_until = max(o.lease_until, now + self.pool.lease_s)
+            out.append(o is not None and o.committed)
+        return out[:-1] if "*short" in wrong else out
+
+    def open_sessions(self) -> list[str]:
+        return [f"put {k}" for k in self._puts] + [f"get {k}" for k in self._gets]
+
+    def register(self, address: int, nbytes: int) -> None:
+        """All simulated memory is registered."""
+
+    def unregister(self, address: int) -> None:
+        """All simulated memory is registered."""
+
+    def health(self) -> Health:
+        return Health(self.pool.alive, "" if self.pool.alive else "the simulated master is dead")
+
+    def stats(self) -> Mapping[str, Any]:
+        return {"objects": len(self.pool.objects)}
+
+    def close(self) -> None:
+        """Nothing to close."""

@@ -1,0 +1,95 @@
+"""Simulated transfer workers: a call takes virtual time, and its effect happens somewhere within it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvactors.actors.pool import TransferPool, Worker
+from kvactors.messages import Job, Transfer
+from kvactors.simulate.loop import VirtualLoop
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How long a call takes: `latency_s` + bytes / `bandwidth`, times a seeded factor from 1 - `jitter` to 1 + `jitter`."""
+
+    latency_s: float = 0.0005
+    bandwidth: float = 1e9
+    jitter: float = 0.5
+
+    def duration_s(self, job: Job, rng: random.Random | None) -> float:
+        nbytes = job.call.batch.nbytes_per_key * job.count if isinstance(job, Transfer) else 0
+        factor = 1.0 if rng is None else 1 - self.jitter + 2 * self.jitter * rng.random()
+        return factor * (self.latency_s + nbytes / self.bandwidth)
+
+
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """What a fault adds to one call. `dies`: the call raises what a dying thread would."""
+
+    extra_s: float = 0.0
+
+
+class SimulatedWorkers:
+    """An `Executor` on a virtual loop.
+
+    Args:
+        rng: draws durations and where in a call its effect happens (at its begin, or at its end); None: always at its end.
+        delay: asked once per call for what a fault adds.
+    """
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        speed: Speed,
+        rng: random.Random | None = None,
+        delay: Callable[[Job], Delay] | None = None,
+        on_call: Callable[[Worker, Job], None] | None = None,
+    ) -> None:
+        self._loop, self._speed, self._rng = loop, speed, rng
+        self._delay, self._on_call = delay, on_call
+        self._pool: TransferPool | None = None
+        self.stopped = False
+
+    def start(self, pool: TransferPool, workers: Sequence[Worker]) -> None:
+        self._pool = pool
+        for worker in workers:
+            self._loop.call_soon(self._look, worker)
+
+    def wake(self, worker: Worker) -> None:
+        self._loop.call_soon(self._look, worker)
+
+    def replace(self, lost: Worker, fresh: Worker) -> None:  # noqa: ARG002 - part of the protocol
+        self._loop.call_soon(self._look, fresh)
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def _look(self, worker: Worker) -> None:
+        pool = self._pool
+        assert pool is not None
+        if worker.lost or pool.stopped:
+            return
+        job = pool.take(worker)
+        if job is None:
+            return
+        if self._on_call is not None:
+            self._on_call(worker, job)
+        duration = self._speed.duration_s(job, self._rng)
+        if self._delay is not None:
+            duration += self._delay(job).extra_s
+        if self._rng is not None and self._rng.random() < 0.5:
+            done = pool.call(job)
+            self._loop.call_later(duration, partial(self._finish, worker, lambda: done))
+        else:
+            self._loop.call_later(duration, partial(self._finish, worker, partial(pool.call, job)))
+
+    def _finish(self, worker: Worker, call: Callable[[], object]) -> None:
+        pool = self._pool
+        assert pool is not None
+        done = call()
+        pool.finish(worker, done)  # type: ignore[arg-type]
+        self._look(worker)

@@ -1,0 +1,260 @@
+"""One simulated run: instances of a model serve prompts over one store, with faults, and everything is checked.
+
+The driver plays an unfriendly vLLM: chunked prefill, shared prefixes, duplicate keys, preemption with other blocks, aborts at any
+point, forward passes aborted half-way or overtaken by the next step, finish while saving, loads outside steps, late events, a
+drain at any time. Freed blocks are scribbled over at once, so a late read or write shows as wrong bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvactors.core.config import EngineConfig
+from kvactors.core.layout import finest_hash_tokens
+from kvactors.core.observe import Span
+from kvactors.core.store import Outcome
+from kvactors.errors import DeadlineError, DrainTimeout, EngineError, StoreError
+from kvactors.engine import Engine
+from kvactors.messages import Job
+from kvactors.simulate.driver import Driver
+from kvactors.simulate.faults import FREEZE_S, FaultRates, Trouble, WorkerDeath
+from kvactors.simulate.local import LocalBlocks
+from kvactors.simulate.loop import DeadlockError, RunawayError, VirtualLoop, run_virtual
+from kvactors.simulate.models import instance
+from kvactors.simulate.prompts import prompts
+from kvactors.simulate.store import SimulatedPool, SimulatedStore
+from kvactors.simulate.workers import Delay, SimulatedWorkers, Speed
+
+LOCAL_BLOCKS = 40
+LOCAL_BYTES = 1 << 15
+POOL_BYTES = 1 << 17
+SMALL_POOL_BYTES = 1 << 11
+CALL_DEADLINE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What fixes a run. The same scenario gives the same event log, byte for byte.
+
+    Attributes:
+        seed: draws everything.
+        faults: name of the preset, for the record.
+        rates: its chances.
+        requests: prompts in all.
+        most_faults: inject no more than that many; None = as drawn.
+        model: one of `models.NAMES`; None = drawn.
+    """
+
+    seed: int
+    faults: str
+    rates: FaultRates
+    requests: int = 20
+    most_faults: int | None = None
+    model: str | None = None
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """What a run did and what was wrong with it."""
+
+    scenario: Scenario
+    violations: list[str] = field(default_factory=list)
+    events: int = 0
+    virtual_s: float = 0.0
+    log_hash: str = ""
+    log_tail: list[str] = field(default_factory=list)
+    story: list[str] = field(default_factory=list)
+    injected: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    saved: int = 0
+    loaded: int = 0
+    model: str = ""
+
+
+class EventLog:
+    """Every span of every actor and worker, hashed in order; the last lines are kept for the reader."""
+
+    def __init__(self, tail: int = 60) -> None:
+        self._hash = hashlib.sha256()
+        self.tail: deque[str] = deque(maxlen=tail)
+
+    def span(self, span: Span) -> None:
+        line = f"{span.start_s:.6f} {span.end_s:.6f} {span.track} {span.name} {sorted(span.args.items())}"
+        self._hash.update(line.encode())
+        self.tail.append(line)
+
+    def note(self, line: str) -> None:
+        self._hash.update(line.encode())
+        self.tail.append(line)
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+
+class World:
+    """Builds the store, the engines and the drivers of one scenario, and runs them to the end."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+
+        def rng(what: str) -> random.Random:
+            return random.Random(f"{scenario.seed}/{what}")
+
+        shape = rng("shape")
+        names = ("worked-example", "windows", "latent", "pp2", "tp2")
+        self.model = scenario.model or names[shape.randrange(len(names))]
+        self.log = EventLog()
+        self.trouble = Trouble(scenario.rates, rng("faults"), scenario.most_faults)
+        self.loop = VirtualLoop(rng("schedule"), self._after_event)
+        self.rng = rng("workload")
+        self.violations: list[str] = []
+        ranks = instance(self.model)
+        instances = 2 if len(ranks) == 1 and shape.random() < 0.3 else 1
+        memory = bytearray(LOCAL_BYTES * len(ranks) * instances + POOL_BYTES)
+        rates = scenario.rates
+        self.pool = SimulatedPool(
+            memory,
+            LOCAL_BYTES * len(ranks) * instances,
+            SMALL_POOL_BYTES if rates.space else POOL_BYTES,
+            self.loop.time,
+            rng("store"),
+            lease_s=1.0 if rates.lease else 10.0,
+        )
+        self.pool.sloppy_leases = rates.lease
+        self.drivers = [
+            self._driver(number, ranks, memory, rng(f"instance {number}"), scenario.requests // instances)
+            for number in range(instances)
+        ]
+
+    # -- building ------------------------------------------------------------------------------------------------------
+
+    def _driver(self, number: int, ranks: Sequence[Any], memory: bytearray, rng: random.Random, count: int) -> Driver:
+        layouts = list({id(r.layout): r.layout for r in ranks}.values())
+        config = EngineConfig(
+            prefetch_layers=rng.choice((0, 1, 2, 5)),
+            max_pending_saves=rng.choice((1, 2, 8)),
+            max_transfer_blocks=rng.choice((1, 2, 64, 0)),
+            max_transfer_bytes=rng.choice((8, 64, 1 << 20)),
+            workers=rng.choice((1, 2, 3)),
+            call_deadline_s=CALL_DEADLINE_S,
+            step_deadline_s=2 * CALL_DEADLINE_S,
+            drain_deadline_s=30.0,
+            probe_interval_s=0.5,
+            max_lost_workers=6,
+            audit=True,
+        )
+        hash_tokens = finest_hash_tokens(layouts[0].groups)
+        engines, locals_ = [], []
+        for i, rank in enumerate(ranks):
+            base = LOCAL_BYTES * (number * len(ranks) + i)
+            local = LocalBlocks(rank.layout, rank.tp_rank, memory, base, LOCAL_BLOCKS, rng)
+            assert local.end <= base + LOCAL_BYTES
+            store = SimulatedStore(self.pool, number * len(ranks) + i, self._store_trouble)
+            workers = SimulatedWorkers(self.loop, Speed(), random.Random(rng.random()), self._delay)
+            engine = Engine(
+                rank.layout,
+                store,
+                local.bases,
+                config,
+                clock=self.loop,
+                rng=random.Random(rng.random()),
+                tp_rank=rank.tp_rank,
+                stages=layouts,
+                observer=self.log,
+                executor=workers,
+                hash_tokens=hash_tokens,
+            )
+            engines.append(engine)
+            locals_.append(local)
+        requests = prompts(count, hash_tokens, self.rng, f"r{number}-" if number else "r")
+        return Driver(self, number, engines, locals_, requests, rng)
+
+    # -- faults --------------------------------------------------------------------------------------------------------
+
+    def _store_trouble(self, call: str, keys: Sequence[str]) -> Mapping[str, Outcome]:
+        trouble, rates, pool = self.trouble, self.trouble.rates, self.pool
+        if trouble.draw("evict", rates.evict):
+            pool.evict_any()
+        if pool.alive and trouble.draw("kill", rates.kill):
+            pool.kill()
+            self.loop.call_later(trouble.pick(0.0, 20.0), pool.restart)
+        if trouble.draw("raises", rates.raises):
+            raise StoreError(f"{call}: injected")
+        if trouble.draw("dies", rates.dies):
+            raise WorkerDeath(f"{call}: injected")
+        wrong: dict[str, Outcome] = trouble.key_outcomes(call, keys)
+        if keys and trouble.draw("short", rates.short):
+            wrong["*short"] = Outcome.CALL_FAILED
+        return wrong
+
+    def _delay(self, _job: Job) -> Delay:
+        trouble, rates = self.trouble, self.trouble.rates
+        if trouble.draw("freeze", rates.freeze):
+            return Delay(FREEZE_S)
+        if trouble.draw("spike", rates.spike):
+            return Delay(trouble.pick(0.0, 1.5 * CALL_DEADLINE_S))
+        return Delay()
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def _after_event(self) -> None:
+        """Cheap checks after every event; each violation ends the run."""
+        for driver in self.drivers:
+            driver.check_event()
+        if self.pool.violations:
+            self.violations.extend(self.pool.violations)
+        if self.violations:
+            raise InvariantBroken
+
+    def broke(self, what: str) -> None:
+        self.violations.append(what)
+        self.log.note(f"VIOLATION {what}")
+
+    def run(self) -> Outcomes:
+        out = Outcomes(self.scenario, self.violations, model=self.model)
+        try:
+            run_virtual(self._main(), self.loop)
+        except InvariantBroken:
+            pass
+        except (DeadlockError, RunawayError) as e:
+            self.violations.append(f"I9: {e}")
+        out.events, out.virtual_s = self.loop.events, self.loop.time()
+        out.log_hash, out.log_tail = self.log.digest, list(self.log.tail)
+        out.injected = dict(self.trouble.injected)
+        for driver in self.drivers:
+            out.steps += driver.steps
+            for engine in driver.engines:
+                stats = engine.stats()
+                out.saved += sum(g.saved for g in stats.groups.values())
+                out.loaded += sum(g.loaded for g in stats.groups.values())
+            if self.violations:
+                out.story += driver.story(self.violations[0])
+        return out
+
+    async def _main(self) -> None:
+        for driver in self.drivers:
+            await driver.start()
+        tasks = [asyncio.ensure_future(driver.serve()) for driver in self.drivers]
+        try:
+            await asyncio.gather(*tasks)
+            for driver in self.drivers:
+                await driver.finish()
+        except (DeadlineError, DrainTimeout) as e:
+            self.broke(f"I9: {type(e).__name__}: {e}")
+        except EngineError as e:
+            self.broke(f"I9: {e!r}")
+        finally:
+            for driver in self.drivers:
+                await driver.stop()
+
+
+class InvariantBroken(BaseException):
+    """Ends a run at the event that broke an invariant."""
+
