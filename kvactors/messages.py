@@ -244,6 +244,8 @@ class Job(ABC):
     event: DeviceEvent | None = None
     settled: Callable[[list[Outcome]], None] | None = None
     epoch: int = -1
+    deadline_s: float = 0.0
+    """by when a worker must have taken it; set by the pool"""
 
     @property
     @abstractmethod

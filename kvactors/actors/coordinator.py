@@ -89,6 +89,13 @@ class ProbeNow:
 
 
 @dataclass(slots=True)
+class PrepareExpired:
+    """Timer to itself: a step's preparation has taken too long."""
+
+    step: int
+
+
+@dataclass(slots=True)
 class LookupExpired:
     """Timer to itself: a lookup's deadline passed."""
 
@@ -156,6 +163,8 @@ class Coordinator(Actor):
                 await self._begin(message)
             case Prepared() | PrepareFailed():
                 await self._prepared(message)
+            case PrepareExpired():
+                await self._prepare_expired(message.step)
             case GroupEnded():
                 await self._group_ended(message.step, message.group_id)
             case GroupCommitted():
@@ -235,6 +244,8 @@ class Coordinator(Actor):
             await self._groups[group_id].send(PrepareGroup(state.id, self._views(state, group_id), event, saving))
         if not state.groups:
             run.active = True
+        else:
+            self.later(self._config.step_deadline_s, PrepareExpired(state.id))
 
     def _views(self, state: StepState, group_id: int) -> list[tuple[str, Sequence[bytes], GroupBlocks]]:
         """Each request as one group sees it: hashes of the group's own blocks."""
@@ -258,8 +269,17 @@ class Coordinator(Actor):
         run.preparing.discard(message.group_id)
         if isinstance(message, PrepareFailed) and not run.active:
             run.failed = run.failed or f"group {message.group_id}: {message.reason}"
-        if run.preparing or run.active:
-            return
+        if not run.preparing and not run.active:
+            await self._activate(run)
+
+    async def _prepare_expired(self, step: int) -> None:
+        run = self._runs.get(step)
+        if run is not None and not run.active:
+            run.failed = run.failed or f"groups {sorted(run.preparing)} were not prepared before the deadline"
+            await self._activate(run)
+
+    async def _activate(self, run: Run) -> None:
+        """Every group is prepared, or none will be: the step's held messages are passed on."""
         run.active = True
         if run.failed:
             await self._roll_back(run)

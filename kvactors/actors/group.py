@@ -174,11 +174,7 @@ class GroupActor(Actor):
             self.context.upward(GroupEnded(message.step, self.group_id))
             self.context.upward(GroupCommitted(message.step, self.group_id))
             return
-        if gs.opening and not message.revoke:
-            gs.deferred.append(message)
-            return
         gs.ending = True
-        gs.deferred.clear()
         gs.state.forgo(self.group_id, message.reason or "the step ended before its load started")
         self._saver.end(gs, message.revoke, message.reason)
         self._progress(message.step)
@@ -207,7 +203,6 @@ class GroupActor(Actor):
                     self._saver.late_open(puts, done)
                 elif gs is not None:
                     self._saver.opened(gs, puts, done)
-                    self._undefer(gs)
             case Commit() if not done.late:
                 self._saver.committed(job.sessions, done)
             case Revoke() if not done.late:
@@ -229,16 +224,6 @@ class GroupActor(Actor):
         if gs is not None:
             self._saver.readable(gs, message.sessions, message.done)
             self._progress(gs.state.id)
-
-    def _undefer(self, gs: GroupStep) -> None:
-        if gs.opening or not gs.deferred:
-            return
-        deferred, gs.deferred = gs.deferred, []
-        for message in deferred:
-            if isinstance(message, EndGroup):
-                self._end(message)
-            elif not gs.ending:
-                self._saver.layer_ready(gs, message)
 
     # -- progress ------------------------------------------------------------------------------------------------------
 

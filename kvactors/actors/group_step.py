@@ -19,7 +19,7 @@ from kvactors.core.ranges import GroupRanges
 from kvactors.core.saves import StepSaves
 from kvactors.core.sessions import PutSession, SessionTable
 from kvactors.core.stats import GroupStats
-from kvactors.messages import EndGroup, Job, LayerReady
+from kvactors.messages import Job
 
 
 @dataclass(slots=True, eq=False)
@@ -31,8 +31,7 @@ class GroupStep:
         inflight: range calls that have not come back.
         held: keys whose get session this step owns a share of.
         retries: put sessions that found no space; opened again in the background until the first save is due.
-        opening: background opens under way; the first save waits for their answers.
-        deferred: messages that arrived meanwhile.
+        opening: background opens under way.
         closing: get closes this step asked for that have not come back.
         block_of: local block id of each put session that is still `opening`.
     """
@@ -54,7 +53,6 @@ class GroupStep:
     closing: int = 0
     retries: list[PutSession] = field(default_factory=list)
     opening: int = 0
-    deferred: list[LayerReady | EndGroup] = field(default_factory=list)
     block_of: dict[PutSession, int] = field(default_factory=dict)
 
 

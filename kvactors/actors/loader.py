@@ -19,7 +19,16 @@ from kvactors.messages import Ask, Close, Kind, Open, PrepareGroup, Transfer, Tr
 OPEN_BATCH = 1024
 """Most keys in one metadata call: converting its arguments holds the GIL."""
 
-NO_ANSWER = frozenset({Outcome.CALL_FAILED, Outcome.UNREACHABLE, Outcome.LOST, Outcome.STALE, Outcome.CANCELLED})
+NO_ANSWER = frozenset(
+    {
+        Outcome.CALL_FAILED,
+        Outcome.UNREACHABLE,
+        Outcome.LOST,
+        Outcome.STALE,
+        Outcome.CANCELLED,
+        Outcome.NOT_STARTED,
+    }
+)
 """The call as a whole failed: a preparation that gets one of these is rolled back."""
 
 

@@ -75,7 +75,7 @@ class TransferPool:
         self._observer, self._on_store_lost = observer, on_store_lost
         self._lock = threading.Lock()
         self._queue: TransferQueue[Job] = TransferQueue()
-        self._gated: dict[int, tuple[Job, float]] = {}
+        self._gated: dict[int, Job] = {}
         self._running: dict[Worker, tuple[Job, float]] = {}
         self._idle: list[Worker] = []
         self._live = 0
@@ -93,13 +93,15 @@ class TransferPool:
     # -- on the loop ---------------------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
-        """Queues a job, after its device event. Its reply comes exactly once, whatever happens to it."""
+        """Queues a job, after its device event. Its reply comes exactly once, whatever happens to it, and in time: a job that
+        no worker took within the step's deadline is answered, and so is a call that passes its own."""
         event = job.event
+        job.deadline_s = self._clock.now() + self._config.step_deadline_s
         if event is None or event.fired():
             self._enqueue(job)
         else:
             with self._lock:
-                self._gated[id(job)] = (job, self._clock.now() + self._config.step_deadline_s)
+                self._gated[id(job)] = job
             event.on_fire(partial(self._ungate, job))
         self._arm()
 
@@ -116,15 +118,15 @@ class TransferPool:
 
         with self._lock:
             jobs = self._queue.remove(unwanted)
-            gated = [key for key, (job, _) in self._gated.items() if unwanted(job)]
-            jobs += [self._gated.pop(key)[0] for key in gated]
+            gated = [key for key, job in self._gated.items() if unwanted(job)]
+            jobs += [self._gated.pop(key) for key in gated]
         for job in jobs:
             self._answer(job, Outcome.CANCELLED)
 
     def jobs_of(self, group_id: int) -> list[Job]:
         """Every job of a group that has not been answered, or whose lost call may still return."""
         with self._lock:
-            jobs = [*self._queue, *(j for j, _ in self._gated.values()), *(j for j, _ in self._running.values())]
+            jobs = [*self._queue, *self._gated.values(), *(j for j, _ in self._running.values())]
             jobs += [*self._late.values(), *self._answering.values()]
         return [j for j in jobs if j.group_id == group_id]
 
@@ -132,7 +134,7 @@ class TransferPool:
         """No job starts any more; queued ones are answered `CANCELLED`. Does not wait for calls under way."""
         with self._lock:
             self._stopped = True
-            jobs = self._queue.remove(lambda _: True) + [job for job, _ in self._gated.values()]
+            jobs = self._queue.remove(lambda _: True) + list(self._gated.values())
             self._gated.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -316,17 +318,18 @@ class TransferPool:
                 self._late[worker] = job
                 worker.lost = True
                 self.lost_workers += 1
-            overdue = [key for key, (_, deadline) in self._gated.items() if now >= deadline]
-            unfired = [self._gated.pop(key)[0] for key in overdue]
-            dues = [start + limit for _, start in self._running.values()] + [d for _, d in self._gated.values()]
-            if len(self._queue):
-                dues.append(now + limit)
+            unfired = [self._gated.pop(key) for key, job in list(self._gated.items()) if now >= job.deadline_s]
+            stuck = self._queue.remove(lambda j: now >= j.deadline_s)
+            dues = [start + limit for _, start in self._running.values()]
+            dues += [j.deadline_s for j in self._gated.values()] + [j.deadline_s for j in self._queue]
         for worker, job in expired:
             log.warning("store call passed its deadline; its worker is lost", call=job.label, worker=worker.name, after_s=limit)
             self._replace(worker)
             self._answer(job, Outcome.LOST)
         for job in unfired:
             self._answer(job, Outcome.EVENT_LOST)
+        for job in stuck:
+            self._answer(job, Outcome.NOT_STARTED)
         if dues and not self._stopped and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, min(dues) - now), self._check)
 

@@ -166,7 +166,14 @@ class Saver:
         saves = gs.saves
         if saves is None or not sessions:
             return
-        saves.admit(sessions, [gs.block_of.pop(s) for s in sessions])
+        block_ids = [gs.block_of.pop(s) for s in sessions]
+        if saves.signalled or saves.ended:
+            for s in sessions:
+                self._c.table.put(s, PutEvent.REVOKE, "space turned up after its first save was due")
+            self._revoke(sessions, "too late")
+            saves.adopt(sessions)
+            return
+        saves.admit(sessions, block_ids)
         if gs.ending or gs.error:
             saves.kill_all("its step was rolled back")
 
@@ -239,9 +246,6 @@ class Saver:
             return
         if saves is None or message.layer not in c.ranges.layers:
             task.plan(c.group_id, 0)
-            return
-        if gs.opening:
-            gs.deferred.append(message)
             return
         if gs.retries:
             self._refuse(gs, gs.retries, Outcome.NO_SPACE.value)
@@ -319,6 +323,7 @@ class Saver:
                     group_id=c.group_id,
                     step=gs.state.id,
                     sessions=ready[lo : lo + OPEN_BATCH],
+                    epoch=c.pool.epoch,
                 )
             )
         self._revoke([s for s, _ in revoke], revoke[0][1] if revoke else "")
@@ -354,7 +359,7 @@ class Saver:
             elif outcome is Outcome.LOST:
                 c.table.put(s, PutEvent.LOST, "commit did not return")
             else:
-                s.dropped = s.dropped or outcome in (Outcome.UNREACHABLE, Outcome.NOT_FOUND)
+                s.dropped = s.dropped or outcome in (Outcome.UNREACHABLE, Outcome.NOT_FOUND, Outcome.STALE)
                 c.table.put(s, PutEvent.COMMIT_FAILED, outcome.value)
                 failed.append(s)
         self._revoke(failed, "commit failed")

@@ -61,6 +61,7 @@ class StepSaves:
         self._open = np.empty(0, dtype=bool)
         self._inflight = np.empty(0, dtype=np.int32)
         self._causes: dict[int, str] = {}
+        self._adopted: list[PutSession] = []
 
     def admit(self, sessions: Sequence[PutSession], block_ids: Sequence[int]) -> None:
         """Takes in sessions that were just opened; only before the first layer is signalled."""
@@ -73,6 +74,10 @@ class StepSaves:
         self._alive = np.concatenate([self._alive, np.ones(more, dtype=bool)])
         self._open = np.concatenate([self._open, np.ones(more, dtype=bool)])
         self._inflight = np.concatenate([self._inflight, np.zeros(more, dtype=np.int32)])
+
+    def adopt(self, sessions: Sequence[PutSession]) -> None:
+        """Sessions that take no part any more, but whose end the step waits for."""
+        self._adopted.extend(sessions)
 
     @property
     def fully_signalled(self) -> bool:
@@ -170,4 +175,5 @@ class StepSaves:
     @property
     def unsettled(self) -> bool:
         """Whether a session has not reached its end."""
-        return any(s.state in (PutState.OPEN, PutState.COMMITTING, PutState.REVOKING) for s in self.sessions)
+        moving = (PutState.OPEN, PutState.COMMITTING, PutState.REVOKING)
+        return any(s.state in moving for s in self.sessions) or any(s.state in moving for s in self._adopted)

@@ -47,6 +47,8 @@ class Outcome(Enum):
     """The session is older than the store's safe age, or older than a lost master; the call was not made."""
     CANCELLED = "cancelled"
     """The call was not made: its step was aborted, or its key had already failed."""
+    NOT_STARTED = "not started"
+    """No worker was free before the deadline; the call was not made."""
     CALL_FAILED = "call failed"
     """The store call raised, or answered with a list of the wrong length."""
     LOST = "call lost"

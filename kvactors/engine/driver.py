@@ -117,8 +117,9 @@ class StepDriver:
 
     @property
     def patience_s(self) -> float:
-        """How long a caller waits for an answer at most: an event's deadline, and twice a call's (I9)."""
-        return self._config.step_deadline_s + 2 * self._config.call_deadline_s
+        """How long a caller waits for an answer at most (I9), seconds: a preparation may take the step's deadline; what it
+        leads to waits that long for an event or a worker, and a call may take its own; once more, for what follows on it."""
+        return 2 * self._config.step_deadline_s + 2 * self._config.call_deadline_s
 
     @staticmethod
     def in_time(in_time: bool, what: str) -> None:

@@ -49,6 +49,16 @@ class StepView:
         """The layer's cache is written once `event` (default: recorded now) fires: save it, load ahead. Never blocks."""
         self._engine.driver.signal(self._state, layer, event, phase)
 
+    def fail(self, request_id: str, layer: int, reason: str) -> None:
+        """Another rank's load of the request failed on stage layer `layer`: what is computed from there on is wrong here too.
+
+        Call it before that layer is signalled; nothing of the request from there on is published (I12).
+        """
+        request = self._state.requests.get(request_id)
+        if request is not None:
+            blocks = [(g, i) for g, b in request.groups.items() for i in b.load]
+            self._state.fail(request_id, layer, blocks, reason)
+
 
 class Step(StepView):
     """One step, for tasks on the engine's loop."""

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kvactors.core.events import DeviceEvent
 from kvactors.core.layout import Group, KVLayout
 from kvactors.core.reachability import Hit
 from kvactors.core.steps import NULL_BLOCK, GroupBlocks, Phase, ReleaseReason, StepRequest
 from kvactors.devices import ManualEvent
 from kvactors.engine import Engine, Step
+from kvactors.errors import DrainTimeout
 from kvactors.simulate.local import LocalBlocks
 from kvactors.simulate.prompts import SimRequest
+from kvactors.simulate.stream import Stream
 
 if TYPE_CHECKING:
     from kvactors.simulate.world import World
@@ -32,9 +36,11 @@ class Driver:
         engines: Sequence[Engine],
         blocks: Sequence[LocalBlocks],
         requests: Sequence[SimRequest],
+        streams: Sequence[Stream],
         rng: random.Random,
     ) -> None:
         self.world, self.number, self.engines, self.blocks = world, number, engines, blocks
+        self.streams = streams
         self.waiting = list(requests)
         self.running: list[SimRequest] = []
         self.steps = 0
@@ -95,7 +101,11 @@ class Driver:
         for task in list(self._loads):
             await task
         for engine in self.engines:
-            await engine.drain()
+            try:
+                await engine.drain()
+            except DrainTimeout:
+                if "freeze" not in self.world.trouble.injected:
+                    raise
         for engine in self.engines:
             sessions = engine.stats().sessions
             self._must(sessions.open_now == 0, f"I2: {sessions.open_now} sessions are open after the drain")
@@ -143,8 +153,10 @@ class Driver:
         return True
 
     def _free_tables(self, tables: list[dict[int, dict[int, int]]]) -> None:
-        for local, table in zip(self.blocks, tables, strict=False):
+        """The blocks are somebody else's from now on: what that one writes comes next on the stream."""
+        for local, stream, table in zip(self.blocks, self.streams, tables, strict=False):
             for group, ids in table.items():
+                stream.submit(partial(local.scribble, group, list(ids.values())))
                 local.give_back(group, list(ids.values()))
 
     async def _make_room(self) -> None:
@@ -197,7 +209,7 @@ class Driver:
         failed = False
         for rank, (engine, local) in enumerate(zip(self.engines, self.blocks, strict=True)):
             blocks = {g.id: self._blocks(r, rank, g, load=True, save=range(0)) for g in local.layout.groups if g.layers}
-            done = await engine.load(r.id, blocks, r.hashes)
+            done = await engine.load(r.id, blocks, r.hashes, self._device(rank, lambda: None))
             failed = failed or done.failure is not None
             if done.failure is None and not r.dead:
                 for g in local.layout.groups:
@@ -249,7 +261,7 @@ class Driver:
                 )
                 for r in batch
             ]
-            steps.append(engine.begin_step(requests, self._late_event(lambda: None)))
+            steps.append(engine.begin_step(requests, self._device(rank, lambda: None)))
         for r in batch:
             if r.restarted_at is not None:
                 r.wrong, r.restarted_at = False, None
@@ -258,9 +270,9 @@ class Driver:
             if layer == stop_after:
                 await self._cut_short(steps, batch)
                 return
-            for rank, step in enumerate(steps):
+            for rank in range(len(steps)):
                 if layer < self.blocks[rank].layout.stage_layers:
-                    await self._layer(step, rank, layer, batch, ends)
+                    await self._layer(steps, rank, layer, batch, ends)
         for step in steps:
             await step.end()
         self._note_fences()
@@ -269,8 +281,14 @@ class Driver:
                 await step.settled()
         await self._after(batch, steps, ends, before, aborts)
 
-    async def _layer(self, step: Step, rank: int, layer: int, batch: list[SimRequest], ends: dict[str, int]) -> None:
+    async def _layer(
+        self, steps: Sequence[Step], rank: int, layer: int, batch: list[SimRequest], ends: dict[str, int]
+    ) -> None:
+        step = steps[rank]
         failed = await step.wait_layer(layer)
+        for r in batch:
+            if r.id in failed and not r.wrong:
+                self._tell_ranks(r, rank, layer, steps)
         layout = self.blocks[rank].layout
         for r in batch:
             if r.id in failed:
@@ -293,28 +311,26 @@ class Driver:
             for group, block, block_hash, right in work:
                 self.blocks[rank].write(group, layer, block, block_hash, right)
 
-        event = self._late_event(compute)
+        event = self._device(rank, compute)
         if self._rng.random() < 0.2:
             step.layer_ready(layer, event, Phase.ENTRY)
         step.layer_ready(layer, event, Phase.EXIT)
         await step.checkpoint(layer)
 
-    def _late_event(self, work: Any) -> ManualEvent | None:
-        """The device does `work`, then the event fires: now, later, or (the device hangs) never."""
-        trouble = self.world.trouble
-        if trouble.draw("event_lost", trouble.rates.event_lost):
-            return ManualEvent()
-        if not trouble.draw("event_late", trouble.rates.event_late):
-            work()
-            return None
-        event = ManualEvent()
+    def _tell_ranks(self, r: SimRequest, rank: int, layer: int, steps: Sequence[Step]) -> None:
+        """What one rank computes from missing KV reaches the others: its own stage from that layer on, later stages whole."""
+        stage = self.blocks[rank].layout.pp_rank
+        for other, step in enumerate(steps):
+            theirs = self.blocks[other].layout.pp_rank
+            if other != rank and theirs >= stage:
+                step.fail(r.id, layer if theirs == stage else 0, "another rank's load failed")
 
-        def fire() -> None:
-            work()
-            event.fire()
-
-        self.world.loop.call_later(trouble.pick(0.0, 0.01), fire)
-        return event
+    def _device(self, rank: int, work: Callable[[], None]) -> DeviceEvent:
+        """Queues `work` on the rank's stream, late at times; the event after it may be lost (the driver of the device hangs)."""
+        trouble, stream = self.world.trouble, self.streams[rank]
+        late = trouble.draw("event_late", trouble.rates.event_late)
+        stream.submit(work, trouble.pick(0.0, 0.01) if late else 0.0)
+        return ManualEvent() if trouble.draw("event_lost", trouble.rates.event_lost) else stream.record()
 
     async def _cut_short(self, steps: Sequence[Step], batch: list[SimRequest]) -> None:
         """The forward pass raised: the step is aborted, or the next one simply begins."""

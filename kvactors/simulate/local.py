@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from kvactors.core.layout import KVLayout
 from kvactors.simulate.truth import content
-
-GARBAGE = bytes([0xEE]) * 64
-
 
 class LocalBlocks:
     """Blocks of every group, free lists, and where each entry lies. Block 0 is never used."""
@@ -43,14 +40,16 @@ class LocalBlocks:
         return taken
 
     def give_back(self, group: int, blocks: Sequence[int]) -> None:
-        """The blocks are somebody else's from now on: their bytes change at once."""
-        for block in blocks:
-            for (g, _), pieces in self._pieces.items():
-                if g == group:
-                    for at, stride, size, _ in pieces:
-                        start = at + block * stride
-                        self._memory[start : start + size] = GARBAGE[:size] if size <= 64 else b"\xee" * size
         self._free[group].extend(blocks)
+
+    def scribble(self, group: int, blocks: Sequence[int]) -> None:
+        """What the next owner of the blocks does to them."""
+        for (g, _), pieces in self._pieces.items():
+            if g == group:
+                for at, stride, size, _ in pieces:
+                    for block in blocks:
+                        start = at + block * stride
+                        self._memory[start : start + size] = b"\xee" * size
 
     def _key(self, group: int, block_hash: bytes) -> tuple[str, int]:
         return self.layout.key(group, block_hash, self._head[group]), self.layout.object_bytes(group)
@@ -72,6 +71,3 @@ class LocalBlocks:
 
     def key(self, group: int, block_hash: bytes) -> str:
         return self._key(group, block_hash)[0]
-
-
-Tables = Mapping[int, dict[int, int]]

@@ -7,6 +7,7 @@ needed is one method of the standard loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import random
 from collections.abc import Callable, Coroutine
@@ -46,8 +47,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.events = 0
         self._now = 0.0
         self._rng, self._on_event = rng, on_event
-        self._most_events, self._most_s = most_events, most_s
-        self._failure: BaseException | None = None
+        self.most_events, self.most_s = most_events, most_s
 
     def time(self) -> float:
         return self._now
@@ -64,6 +64,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _write_to_self(self) -> None:
         """There is no other thread."""
+
+    def let_go(self) -> None:
+        """Cancels what is left of a run that was broken off, and lets it end, unobserved."""
+        self._on_event, self.most_events, self.most_s = None, self.events + 20_000, self._now + 1e7
+        tasks = asyncio.all_tasks(self)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            with contextlib.suppress(DeadlockError, RunawayError):
+                self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
     def _run_once(self) -> None:
         ready, timers = self._ready, self._scheduled  # type: ignore[attr-defined]
@@ -87,7 +97,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 self.events += 1
                 if self._on_event is not None:
                     self._on_event()
-        if self.events > self._most_events or self._now > self._most_s:
+        if self.events > self.most_events or self._now > self.most_s:
             raise RunawayError(f"{self.events} events in {self._now:.0f} virtual seconds, and no end")
 
 
@@ -97,8 +107,6 @@ def run_virtual(main: Coroutine[Any, Any, T], loop: VirtualLoop) -> T:
     try:
         return loop.run_until_complete(main)
     finally:
+        loop.let_go()
         asyncio.set_event_loop(None)
-        for task in asyncio.all_tasks(loop):
-            task._log_destroy_pending = False  # type: ignore[attr-defined]
-            task.cancel()
         loop.close()

@@ -28,6 +28,7 @@ from kvactors.simulate.local import LocalBlocks
 from kvactors.simulate.loop import DeadlockError, RunawayError, VirtualLoop, run_virtual
 from kvactors.simulate.models import instance
 from kvactors.simulate.prompts import prompts
+from kvactors.simulate.stream import Stream
 from kvactors.simulate.store import SimulatedPool, SimulatedStore
 from kvactors.simulate.workers import Delay, SimulatedWorkers, Speed
 
@@ -151,13 +152,14 @@ class World:
             audit=True,
         )
         hash_tokens = finest_hash_tokens(layouts[0].groups)
-        engines, locals_ = [], []
+        engines, locals_, streams = [], [], []
         for i, rank in enumerate(ranks):
             base = LOCAL_BYTES * (number * len(ranks) + i)
             local = LocalBlocks(rank.layout, rank.tp_rank, memory, base, LOCAL_BLOCKS, rng)
             assert local.end <= base + LOCAL_BYTES
             store = SimulatedStore(self.pool, number * len(ranks) + i, self._store_trouble)
             workers = SimulatedWorkers(self.loop, Speed(), random.Random(rng.random()), self._delay)
+            stream = Stream(self.loop)
             engine = Engine(
                 rank.layout,
                 store,
@@ -165,6 +167,7 @@ class World:
                 config,
                 clock=self.loop,
                 rng=random.Random(rng.random()),
+                devices=stream,
                 tp_rank=rank.tp_rank,
                 stages=layouts,
                 observer=self.log,
@@ -173,8 +176,9 @@ class World:
             )
             engines.append(engine)
             locals_.append(local)
+            streams.append(stream)
         requests = prompts(count, hash_tokens, self.rng, f"r{number}-" if number else "r")
-        return Driver(self, number, engines, locals_, requests, rng)
+        return Driver(self, number, engines, locals_, requests, streams, rng)
 
     # -- faults --------------------------------------------------------------------------------------------------------
 
