@@ -110,9 +110,7 @@ class GroupActor(Actor):
             case ReadableDone():
                 self._readable(message)
             case Cleaned():
-                self.context.replied()
-                self._saver.cleaned(self.steps.get(message.session.step), message.session)
-                self._progress(message.session.step)
+                self._cleaned(message)
             case RetryOpens():
                 gs = self.steps.get(message.step)
                 if gs is not None:
@@ -224,6 +222,13 @@ class GroupActor(Actor):
         if gs is not None:
             self._saver.readable(gs, message.sessions, message.done)
             self._progress(gs.state.id)
+
+    def _cleaned(self, message: Cleaned) -> None:
+        if message.done.late:
+            return
+        self.context.replied()
+        self._saver.cleaned(self.steps.get(message.session.step), message.session, message.done)
+        self._progress(message.session.step)
 
     # -- progress ------------------------------------------------------------------------------------------------------
 

@@ -163,6 +163,10 @@ class Loader:
         for layer in layers:
             if layer in loads.started or layer not in c.ranges.layers:
                 continue
+            for request_id in [r for r, at in list(state.failed.items()) if at > layer]:
+                blocks = [(c.group_id, loads.blocks[row]) for row in loads.rows_of_request(request_id)]
+                if blocks:  # skipped from here on, so it fails here already (I5)
+                    state.fail(request_id, layer, blocks, "")
             calls = loads.start(layer, state.failed)
             task = state.loads[layer]
             task.plan(c.group_id, len(calls))

@@ -222,12 +222,23 @@ class Saver:
         )
         c.table.record(*session.owner, f"put opening ({outcome.value}): revoking whatever the store opened")
 
-    def _post_cleaned(self, session: PutSession, _done: TransferDone) -> None:
-        self._c.mailbox.post(Cleaned(session))
+    def _post_cleaned(self, session: PutSession, done: TransferDone) -> None:
+        self._c.mailbox.post(Cleaned(session, done))
 
-    def cleaned(self, gs: GroupStep | None, session: PutSession) -> None:
-        if gs is not None and session.state is PutState.OPENING:
+    def cleaned(self, gs: GroupStep | None, session: PutSession, done: TransferDone) -> None:
+        """The revoke after an open that raised: fine if the store had the session or had none; else tried again, bounded."""
+        if gs is None or session.state is not PutState.OPENING:
+            return
+        answer = done.job.result if isinstance(done.job, Ask) else None
+        outcome = answer[0] if done.outcomes[0] is Outcome.OK and isinstance(answer, list) and answer else done.outcomes[0]
+        if outcome in (Outcome.OK, Outcome.INVALID, Outcome.NOT_FOUND):
             self._refuse(gs, [session], "put open failed")
+        elif session.attempts <= len(REVOKE_RETRY_S) and outcome is not Outcome.LOST:
+            session.attempts += 1
+            self._clean_up(session, outcome)
+        else:
+            gs.block_of.pop(session, None)
+            self._c.table.put(session, PutEvent.LOST, f"put open failed, and so did its revoke: {outcome.value}")
 
     def late_open(self, sessions: Sequence[PutSession], done: TransferDone) -> None:
         """A put open that was given up has returned: whatever it opened is revoked; the keys stay abandoned."""
@@ -429,10 +440,11 @@ class ReadableDone:
 class Cleaned:
     """The revoke after an open that raised has returned."""
 
-    __slots__ = ("session",)
+    __slots__ = ("done", "session")
 
-    def __init__(self, session: PutSession) -> None:
+    def __init__(self, session: PutSession, done: TransferDone) -> None:
         self.session = session
+        self.done = done
 
 
 def _readable(keys: Sequence[str], store: Store) -> list[bool]:

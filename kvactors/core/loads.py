@@ -51,6 +51,9 @@ class StepLoads:
         self._missed = np.full(len(self.keys), self.ranges.pieces, dtype=np.intp)
         self.opened_at = np.zeros(len(self.keys))
 
+    def rows_of_request(self, request_id: str) -> list[int]:
+        return [row for row, r in enumerate(self.requests) if r == request_id]
+
     def note_opened(self, session: GetSession) -> None:
         """The session of a key is open: its rows are as old as it is."""
         self.opened_at[self.rows_of[session.key]] = session.opened_at

@@ -45,6 +45,9 @@ class Driver:
         self.running: list[SimRequest] = []
         self.steps = 0
         self._rng = rng
+        self._stages: dict[int, list[int]] = {}
+        for rank, local in enumerate(blocks):
+            self._stages.setdefault(local.layout.pp_rank, []).append(rank)
         self._boundary = engines[0].reachability.boundary_tokens
         self._hash_tokens = engines[0].hash_tokens
         self._loads: set[asyncio.Task[None]] = set()
@@ -215,15 +218,14 @@ class Driver:
                 for g in local.layout.groups:
                     for layer in {local.layout.stage_layer(layer) for layer in g.layers}:
                         self._check_loaded(r, rank, g, layer)
-        r.loading = False
         if r.dead:
             await self._leave(r, ReleaseReason.ABORTED)
-            return
-        if failed:
+        elif failed:
             self._check_blame(r, before)
             await self._restart(r)
         else:
             r.hit = 0
+        r.loading = False
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -264,15 +266,14 @@ class Driver:
             steps.append(engine.begin_step(requests, self._device(rank, lambda: None)))
         for r in batch:
             if r.restarted_at is not None:
-                r.wrong, r.restarted_at = False, None
+                r.wrong, r.restarted_at = set(), None
         stop_after = self._rng.randrange(5) if self._reckless and self._rng.random() < 0.1 else None
-        for layer in range(max(self.blocks[i].layout.stage_layers for i in range(len(self.engines)))):
-            if layer == stop_after:
-                await self._cut_short(steps, batch)
-                return
-            for rank in range(len(steps)):
-                if layer < self.blocks[rank].layout.stage_layers:
-                    await self._layer(steps, rank, layer, batch, ends)
+        for stage, ranks in self._stages.items():
+            for layer in range(self.blocks[ranks[0]].layout.stage_layers):
+                if layer == stop_after:
+                    await self._cut_short(steps, batch)
+                    return
+                await self._layer(steps, ranks, layer, batch, ends, stage)
         for step in steps:
             await step.end()
         self._note_fences()
@@ -282,24 +283,42 @@ class Driver:
         await self._after(batch, steps, ends, before, aborts)
 
     async def _layer(
-        self, steps: Sequence[Step], rank: int, layer: int, batch: list[SimRequest], ends: dict[str, int]
+        self,
+        steps: Sequence[Step],
+        ranks: Sequence[int],
+        layer: int,
+        batch: list[SimRequest],
+        ends: dict[str, int],
+        stage: int,
     ) -> None:
-        step = steps[rank]
-        failed = await step.wait_layer(layer)
-        for r in batch:
-            if r.id in failed and not r.wrong:
-                self._tell_ranks(r, rank, layer, steps)
+        """One layer on all ranks of a stage: loads first, on every rank; then they agree on what failed, and compute."""
+        for rank in ranks:
+            failed = await steps[rank].wait_layer(layer)
+            for r in batch:
+                if r.id in failed and rank not in r.wrong:
+                    self._spread(r, stage, layer, steps)
+        for rank in ranks:
+            for r in batch:
+                if r.hit and rank not in r.wrong:
+                    for g in self.blocks[rank].layout.groups:
+                        self._check_loaded(r, rank, g, layer)
+        for rank in ranks:
+            await self._compute(steps[rank], rank, layer, batch, ends)
+
+    def _spread(self, r: SimRequest, stage: int, layer: int, steps: Sequence[Step]) -> None:
+        """What one rank computes from missing KV reaches its own stage from that layer on, and later stages whole."""
+        for other, step in enumerate(steps):
+            theirs = self.blocks[other].layout.pp_rank
+            if theirs >= stage:
+                r.wrong.add(other)
+                step.fail(r.id, layer if theirs == stage else 0, "another rank's load failed")
+
+    async def _compute(self, step: Step, rank: int, layer: int, batch: list[SimRequest], ends: dict[str, int]) -> None:
         layout = self.blocks[rank].layout
-        for r in batch:
-            if r.id in failed:
-                r.wrong = True
-            elif r.hit and not r.wrong:
-                for g in layout.groups:
-                    self._check_loaded(r, rank, g, layer)
         if self.world.trouble.draw("slow", self.world.trouble.rates.slow):
             await asyncio.sleep(self.world.trouble.pick(0.0, 2.0))
         work = [
-            (g.id, r.tables[rank][g.id][i], self._hash(layout, g, r, i), not r.wrong)
+            (g.id, r.tables[rank][g.id][i], self._hash(layout, g, r, i), rank not in r.wrong)
             for r in batch
             for g in layout.groups
             if g.layers
@@ -316,14 +335,6 @@ class Driver:
             step.layer_ready(layer, event, Phase.ENTRY)
         step.layer_ready(layer, event, Phase.EXIT)
         await step.checkpoint(layer)
-
-    def _tell_ranks(self, r: SimRequest, rank: int, layer: int, steps: Sequence[Step]) -> None:
-        """What one rank computes from missing KV reaches the others: its own stage from that layer on, later stages whole."""
-        stage = self.blocks[rank].layout.pp_rank
-        for other, step in enumerate(steps):
-            theirs = self.blocks[other].layout.pp_rank
-            if other != rank and theirs >= stage:
-                step.fail(r.id, layer if theirs == stage else 0, "another rank's load failed")
 
     def _device(self, rank: int, work: Callable[[], None]) -> DeviceEvent:
         """Queues `work` on the rank's stream, late at times; the event after it may be lost (the driver of the device hangs)."""
@@ -345,7 +356,6 @@ class Driver:
                 self._must(step._state.ended.is_open, "I9: a step that was overtaken did not end")
         self._note_fences()
         for r in batch:
-            r.wrong = False
             await self._restart(r)
 
     async def _after(
@@ -357,7 +367,7 @@ class Driver:
                 if self._aborts == aborts:
                     self._check_blame(r, before)
                 if self._rng.random() < 0.3 and r.failures == 0:
-                    r.wrong, r.failures = True, 1  # carries on, computing from missing KV: must never be published
+                    r.failures = 1  # carries on, computing from missing KV: must never be published
                     r.hit, r.computed = 0, ends[r.id]
                 else:
                     await self._restart(r)
@@ -383,7 +393,6 @@ class Driver:
                 await engine.release(r.id, ReleaseReason.PREEMPTED)
             self.waiting.append(r)
         r.restarted_at = r.computed
-        r.wrong = False
 
     # -- checks --------------------------------------------------------------------------------------------------------
 

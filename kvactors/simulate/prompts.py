@@ -17,7 +17,7 @@ class SimRequest:
         computed: tokens that are done.
         hit: tokens to load in the next step; `masks` says which blocks.
         tables: per rank and group: block index -> local block id.
-        wrong: the model computed from missing KV; what follows is garbage until a restart.
+        wrong: ranks that computed from missing KV; what follows there is garbage until a restart.
         restarted_at: set in the first step after a restart.
         dead: aborted.
     """
@@ -29,7 +29,7 @@ class SimRequest:
     hit: int = 0
     masks: tuple[tuple[bool, ...], ...] = ()
     tables: list[dict[int, dict[int, int]]] = field(default_factory=list)
-    wrong: bool = False
+    wrong: set[int] = field(default_factory=set)
     restarted_at: int | None = None
     failures: int = 0
     dead: bool = False
