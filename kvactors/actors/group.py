@@ -20,7 +20,7 @@ from kvactors.core.config import EngineConfig
 from kvactors.core.observe import Observer
 from kvactors.core.queue import Priority
 from kvactors.core.ranges import GroupRanges
-from kvactors.core.sessions import GetEvent, GetSession, GetState, PutEvent, PutSession, SessionTable
+from kvactors.core.sessions import GetSession, PutSession, SessionTable
 from kvactors.core.stats import GroupStats
 from kvactors.messages import (
     Abandon,
@@ -205,12 +205,12 @@ class GroupActor(Actor):
                 self._saver.committed(job.sessions, done)
             case Revoke() if not done.late:
                 self._saver.revoked(job.sessions, done)
-            case Close() if not done.late:
-                if gs is not None:
+            case Close():
+                if gs is not None and not done.late:
                     gs.closing -= 1
-                self._loader.closed(job.sessions)
+                self._loader.closed(job.sessions, done)
                 self._progress_all()
-            case Ask() | Transfer() | Close() | Commit() | Revoke():
+            case Ask() | Transfer() | Commit() | Revoke():
                 pass  # a question of our own without consequence, or a late answer for a session that has ended
         self._progress(job.step)
 
@@ -269,23 +269,14 @@ class GroupActor(Actor):
 
     def _abandon(self, message: Abandon) -> None:
         """Lists what is not at its end, gives revokes a short grace, then abandons the rest."""
-        left = [f"put {s.key} of {s.owner.request_id}: {s.state.value}" for s in self.table.puts.values()]
-        left += [f"get {s.key}: {s.state.value}" for s in self.table.gets.values()]
+        left = self.table.left()
         for step in list(self.steps):
             self._end(EndGroup(step, True, "the drain's deadline passed"))
         self.later(message.grace_s, AbandonNow(left))
 
     def _abandon_now(self, left: list[str]) -> None:
-        for put in list(self.table.puts.values()):
-            self.table.put(put, PutEvent.LOST, "the drain's deadline passed")
+        self.table.abandon_all("the drain's deadline passed")
         for gs in self.steps.values():
             if gs.saves is not None:
                 gs.saves.close_all()
-        for get in list(self.table.gets.values()):
-            if get.state is GetState.OPENING:
-                self.table.get(get, GetEvent.FAILED)
-                continue
-            if get.state in (GetState.OPEN, GetState.EXPIRED):
-                self.table.get(get, GetEvent.CLOSE)
-            self.table.get(get, GetEvent.CLOSED)
         self.context.upward(Drained(self.group_id, left))

@@ -16,7 +16,7 @@ from kvactors.core.config import EngineConfig
 from kvactors.core.events import DeviceEvent
 from kvactors.core.loads import StepLoads
 from kvactors.core.ranges import GroupRanges
-from kvactors.core.saves import StepSaves
+from kvactors.core.saves import RangeCall, StepSaves
 from kvactors.core.sessions import PutSession, SessionTable
 from kvactors.core.stats import GroupStats
 from kvactors.messages import Job
@@ -92,6 +92,16 @@ class GroupContext:
             self._backlog.append(job)
         else:
             self.pool.submit(job)
+
+    def fence(self, call: RangeCall, by: int) -> None:
+        """A read past its deadline (+1) may still write its destinations; one that has returned (-1) may not."""
+        for block_id in call.block_ids.tolist():
+            where = (self.group_id, block_id)
+            left = self.fences.get(where, 0) + by
+            if left > 0:
+                self.fences[where] = left
+            else:
+                self.fences.pop(where, None)
 
     def replied(self) -> None:
         """A reply was taken out of the mailbox: sends on what waited for a slot."""

@@ -13,8 +13,8 @@ from kvactors.core.queue import Priority
 from kvactors.core.saves import RangeCall
 from kvactors.core.sessions import GetEvent, GetSession, GetState
 from kvactors.core.steps import NULL_BLOCK
-from kvactors.core.store import Outcome, Store
-from kvactors.messages import Ask, Close, Kind, Open, PrepareGroup, Transfer, TransferDone
+from kvactors.core.store import Outcome
+from kvactors.messages import Close, Kind, Open, PrepareGroup, Transfer, TransferDone
 
 OPEN_BATCH = 1024
 """Most keys in one metadata call: converting its arguments holds the GIL."""
@@ -71,6 +71,9 @@ class Loader:
         if session is not None and session.state in (GetState.CLOSING, GetState.EXPIRED):
             self._reopen.setdefault(key, []).append(gs)
             return 1
+        if session is not None and session.state is GetState.LOST:
+            self._fail_key(gs, key, Outcome.LOST)  # it would only wait for the same call
+            return 0
         session, is_new = c.table.acquire_get(key)
         gs.held.append(key)
         if is_new:
@@ -102,7 +105,7 @@ class Loader:
         """An open came back: tells every step that waited for one of its keys; answers which they were."""
         c = self._c
         if done.late:
-            self._close_unwanted([s.key for s, o in zip(sessions, done.outcomes, strict=True) if o is Outcome.OK])
+            self._opened_late(sessions, done)
             return []
         touched: dict[int, GroupStep] = {}
         for session, outcome in zip(sessions, done.outcomes, strict=True):
@@ -111,7 +114,7 @@ class Loader:
                 session.opened_at, session.epoch = done.started_s, done.epoch
                 c.table.get(session, GetEvent.OPENED)
             else:
-                c.table.get(session, GetEvent.FAILED)
+                c.table.get(session, GetEvent.LOST if outcome is Outcome.LOST else GetEvent.FAILED)
             for gs in waiting:
                 gs.gets_awaited -= 1
                 touched[gs.state.id] = gs
@@ -141,16 +144,20 @@ class Loader:
             blocks = [(self._c.group_id, loads.blocks[row])]
             gs.state.fail(loads.requests[row], first, blocks, f"get open: {outcome.value}")
 
-    def _close_unwanted(self, keys: list[str]) -> None:
-        """An open that was given up as lost has returned after all: nobody owns its sessions."""
+    def _opened_late(self, sessions: Iterable[GetSession], done: TransferDone) -> None:
+        """An open that was given up as lost has returned after all: nobody owns its sessions, so they are closed."""
         c = self._c
-        keys = [k for k in keys if k not in c.table.gets]
-        if keys:
-
-            def close(store: Store) -> None:
-                store.get_close(keys)
-
-            c.submit(Ask(reply=c.mailbox.post, priority=Priority.PUT_OPEN, group_id=c.group_id, run=close))
+        closing: list[GetSession] = []
+        for session, outcome in zip(sessions, done.outcomes, strict=True):
+            if session.state is not GetState.LOST:
+                continue
+            if outcome is Outcome.OK:
+                c.table.get(session, GetEvent.CLOSE)
+                closing.append(session)
+            else:
+                c.table.get(session, GetEvent.CLOSED)
+        if closing:
+            c.submit(Close(reply=c.mailbox.post, priority=Priority.PUT_OPEN, group_id=c.group_id, sessions=closing))
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -214,7 +221,7 @@ class Loader:
         loads.opened_at[call.rows] = job.oldest_s
         if Outcome.LOST in done.outcomes:
             self._lost[job] = gs
-            self._fence(loads, call, 1)
+            c.fence(call, 1)
             for key in dict.fromkeys(call.batch.keys):
                 c.table.gets[key].refs += 1  # the call itself holds its sessions until it returns (I6)
         for key, outcome in zip(call.batch.keys, done.outcomes, strict=True):
@@ -226,18 +233,9 @@ class Loader:
     def returned_late(self, job: Transfer) -> None:
         """A read that was given up has returned: it writes nothing more, and needs its sessions no longer."""
         gs = self._lost.pop(job, None)
-        if gs is not None and gs.loads is not None:
-            self._fence(gs.loads, job.call, -1)
+        if gs is not None:
+            self._c.fence(job.call, -1)
             self._give_back(gs, dict.fromkeys(job.call.batch.keys))
-
-    def _fence(self, loads: StepLoads, call: RangeCall, by: int) -> None:
-        for block_id in loads.block_ids[call.rows].tolist():
-            where = (self._c.group_id, block_id)
-            left = self._c.fences.get(where, 0) + by
-            if left > 0:
-                self._c.fences[where] = left
-            else:
-                self._c.fences.pop(where, None)
 
     # -- letting go ----------------------------------------------------------------------------------------------------
 
@@ -282,14 +280,14 @@ class Loader:
                 Close(reply=c.mailbox.post, priority=Priority.PUT_OPEN, group_id=c.group_id, step=gs.state.id, sessions=part)
             )
 
-    def closed(self, sessions: Iterable[GetSession]) -> None:
-        """A close came back (whatever it said, the store has no session any more): opens again what is wanted by now."""
+    def closed(self, sessions: Iterable[GetSession], done: TransferDone) -> None:
+        """A close came back; whatever it said, the store has no session any more. Opens again what is wanted by now."""
         c = self._c
         fresh: list[GetSession] = []
+        lost = Outcome.LOST in done.outcomes and not done.late
         for session in sessions:
-            if session.state is not GetState.CLOSING:
-                continue
-            c.table.get(session, GetEvent.CLOSED)
+            if session.state is (GetState.LOST if done.late else GetState.CLOSING):
+                c.table.get(session, GetEvent.LOST if lost else GetEvent.CLOSED)
             for gs in self._reopen.pop(session.key, []):
                 gs.gets_awaited -= 1
                 gs.gets_awaited += self._want(gs, session.key, fresh)

@@ -78,7 +78,8 @@ class TransferPool:
         self._gated: dict[int, Job] = {}
         self._running: dict[Worker, tuple[Job, float]] = {}
         self._idle: list[Worker] = []
-        self._live = 0
+        self._missing = {False: 0, True: 0}
+        """lost workers that were not replaced, by whether they take loads only"""
         self._late: dict[Worker, Job] = {}
         self._answering: dict[Worker, Job] = {}
         self._stopped = False
@@ -87,7 +88,6 @@ class TransferPool:
 
     def start(self) -> None:
         workers = [Worker(f"worker-{i}", False) for i in range(self._config.workers)] + [Worker("worker-loads", True)]
-        self._live = len(workers)
         self._executor.start(self, workers)
 
     # -- on the loop ---------------------------------------------------------------------------------------------------
@@ -124,11 +124,15 @@ class TransferPool:
             self._answer(job, Outcome.CANCELLED)
 
     def jobs_of(self, group_id: int) -> list[Job]:
-        """Every job of a group that has not been answered, or whose lost call may still return."""
+        """Every job of a group that has not been answered."""
         with self._lock:
-            jobs = [*self._queue, *self._gated.values(), *(j for j, _ in self._running.values())]
-            jobs += [*self._late.values(), *self._answering.values()]
+            jobs = [*self._queue, *self._gated.values(), *(j for j, _ in self._running.values()), *self._answering.values()]
         return [j for j in jobs if j.group_id == group_id]
+
+    def lost_of(self, group_id: int) -> list[Job]:
+        """Jobs of a group that were given up, and whose calls may still return."""
+        with self._lock:
+            return [j for j in self._late.values() if j.group_id == group_id]
 
     def stop(self) -> None:
         """No job starts any more; queued ones are answered `CANCELLED`. Does not wait for calls under way."""
@@ -173,7 +177,9 @@ class TransferPool:
         job = done.job
         with self._lock:
             done.late = self._running.pop(worker, None) is None
-            self._late.pop(worker, None)
+            if self._late.pop(worker, None) is not None and self._missing[worker.loads_only]:
+                self._missing[worker.loads_only] -= 1
+                worker.lost = False
             self._answering[worker] = job
         if self._observer is not None:
             args = _span_args(job, done.outcomes)
@@ -192,7 +198,7 @@ class TransferPool:
     def _enqueue(self, job: Job) -> None:
         worker: Worker | None = None
         with self._lock:
-            refused = self._stopped or not self._live
+            refused = self._stopped or not self._has_worker(job)
             if not refused:
                 self._queue.push(job)
                 worker = next((w for w in self._idle if not w.loads_only or job.priority in LOADS_ONLY), None)
@@ -200,7 +206,11 @@ class TransferPool:
                     self._idle.remove(worker)
                     self._executor.wake(worker)
         if refused:
-            self._answer(job, Outcome.CANCELLED if self._stopped else Outcome.CALL_FAILED)
+            self._answer(job, Outcome.CANCELLED if self._stopped else Outcome.NOT_STARTED)
+
+    def _has_worker(self, job: Job) -> bool:
+        general = self._config.workers > self._missing[False]
+        return general or (not self._missing[True] and job.priority in LOADS_ONLY)
 
     def _ungate(self, job: Job) -> None:
         with self._lock:
@@ -334,19 +344,19 @@ class TransferPool:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, min(dues) - now), self._check)
 
     def _replace(self, lost: Worker) -> None:
+        """Starts a worker in place of a lost one, while not too many are lost at a time; a lost one may come back."""
+        fresh: Worker | None = None
         stranded: list[Job] = []
         with self._lock:
-            if self.lost_workers > self._config.max_lost_workers:
-                self._live -= 1
-                if not self._live:
-                    stranded = self._queue.remove(lambda _: True)
-                fresh = None
+            if len(self._late) > self._config.max_lost_workers:
+                self._missing[lost.loads_only] += 1
+                stranded = self._queue.remove(lambda job: not self._has_worker(job))
             else:
                 fresh = Worker(f"{lost.name.split('~')[0]}~{self.lost_workers}", lost.loads_only)
         if fresh is not None:
             self._executor.replace(lost, fresh)
         for job in stranded:
-            self._answer(job, Outcome.CALL_FAILED)
+            self._answer(job, Outcome.NOT_STARTED)
 
 
 def _span_args(job: Job, outcomes: list[Outcome]) -> dict[str, Any]:

@@ -24,8 +24,7 @@ class WorkerThreads:
     def wake(self, worker: Worker) -> None:
         self._parked[worker].put(None)
 
-    def replace(self, lost: Worker, fresh: Worker) -> None:
-        self._parked.pop(lost, None)
+    def replace(self, lost: Worker, fresh: Worker) -> None:  # noqa: ARG002 - the lost thread ends when its call returns
         self._launch(fresh)
 
     def stop(self) -> None:
@@ -47,3 +46,4 @@ class WorkerThreads:
                 parked.get()
             else:
                 pool.run(job, worker)
+        self._parked.pop(worker, None)

@@ -29,6 +29,8 @@ from kvactors.messages import (
     GroupIdle,
     Job,
     Kind,
+    LayerReady,
+    LayerWanted,
     Open,
     PrepareFailed,
     PrepareGroup,
@@ -74,8 +76,9 @@ class Undertaker(Actor):
             case PrepareGroup():
                 c.upward(PrepareFailed(message.step, c.group_id, self._reason))
                 self._steps.add(message.step)
-            case EndGroup() | Rollback():
-                self._steps.add(message.step)
+            case EndGroup() | Rollback() | LayerReady() | LayerWanted():
+                if isinstance(message, EndGroup | Rollback):
+                    self._steps.add(message.step)
                 state = self._states.get(message.step)
                 if state is not None:
                     state.forgo(c.group_id, self._reason)
@@ -96,8 +99,8 @@ class Undertaker(Actor):
                     ok = outcome is Outcome.OK
                     if isinstance(session, PutSession) and session.state is PutState.OPENING:
                         table.put(session, PutEvent.OPENED if ok else PutEvent.REFUSED, outcome.value)
-                    elif isinstance(session, GetSession) and session.state is GetState.OPENING:
-                        table.get(session, GetEvent.OPENED if ok else GetEvent.FAILED)
+                    elif isinstance(session, GetSession):
+                        self._opened(session, outcome, done.late)
             case Commit():
                 for put, outcome in zip(job.sessions, done.outcomes, strict=True):
                     if put.state is PutState.COMMITTING:
@@ -109,19 +112,40 @@ class Undertaker(Actor):
                         event = PutEvent.REVOKED if outcome is Outcome.OK else PutEvent.POISON
                         table.put(put, event, outcome.value)
             case Close():
+                lost = Outcome.LOST in done.outcomes and not done.late
                 for get in job.sessions:
-                    if get.state is GetState.CLOSING:
-                        table.get(get, GetEvent.CLOSED)
+                    if get.state is (GetState.LOST if done.late else GetState.CLOSING):
+                        table.get(get, GetEvent.LOST if lost else GetEvent.CLOSED)
+            case Transfer(kind=Kind.GET) if done.late or Outcome.LOST in done.outcomes:
+                self._c.fence(job.call, -1 if done.late else 1)
             case Transfer(kind=Kind.PUT) if Outcome.LOST in done.outcomes and not done.late:
                 keys = set(job.call.batch.keys)
                 for put in [p for p in table.puts.values() if p.key in keys and p.state is PutState.OPEN]:
                     table.put(put, PutEvent.LOST, "put did not return")
 
+    def _opened(self, session: GetSession, outcome: Outcome, late: bool) -> None:
+        table, ok = self._c.table, outcome is Outcome.OK
+        if session.state is GetState.OPENING:
+            failed = GetEvent.LOST if outcome is Outcome.LOST else GetEvent.FAILED
+            table.get(session, GetEvent.OPENED if ok else failed)
+        elif session.state is GetState.LOST and late:
+            if ok:
+                self._close([session])
+            else:
+                table.get(session, GetEvent.CLOSED)
+
+    def _close(self, sessions: list[GetSession]) -> None:
+        c = self._c
+        for session in sessions:
+            c.table.get(session, GetEvent.CLOSE)
+        if sessions:
+            c.pool.submit(Close(reply=self.mailbox.post, priority=Priority.PUT_OPEN, group_id=c.group_id, sessions=sessions))
+
     def _sweep(self) -> None:
         """Ends what no call holds any more, and reports the steps that have come to rest."""
         c = self._c
         jobs = c.pool.jobs_of(c.group_id)
-        busy = {key for job in jobs for key in _keys(job)}
+        busy = {key for job in [*jobs, *c.pool.lost_of(c.group_id)] for key in _keys(job)}
         revoke = [p for p in c.table.puts.values() if p.state is PutState.OPEN and p.key not in busy]
         for put in revoke:
             c.table.put(put, PutEvent.REVOKE, self._reason)
@@ -135,11 +159,7 @@ class Undertaker(Actor):
                     cause=self._reason,
                 )
             )
-        close = [g for g in c.table.gets.values() if g.state in (GetState.OPEN, GetState.EXPIRED) and g.key not in busy]
-        for get in close:
-            c.table.get(get, GetEvent.CLOSE)
-        if close:
-            c.pool.submit(Close(reply=self.mailbox.post, priority=Priority.PUT_OPEN, group_id=c.group_id, sessions=close))
+        self._close([g for g in c.table.gets.values() if g.state in (GetState.OPEN, GetState.EXPIRED) and g.key not in busy])
         if not len(self.mailbox):  # no answer is on its way either
             for put in [p for p in c.table.puts.values() if p.key not in busy and p not in revoke]:
                 event = PutEvent.REFUSED if put.state is PutState.OPENING else PutEvent.LOST
@@ -153,10 +173,8 @@ class Undertaker(Actor):
             c.upward(GroupCommitted(step, c.group_id))
 
     def _abandon(self) -> None:
-        table = self._c.table
-        left = [f"put {s.key} of {s.owner.request_id}: {s.state.value}" for s in table.puts.values()]
-        for put in list(table.puts.values()):
-            table.put(put, PutEvent.LOST, "the drain's deadline passed")
+        left = self._c.table.left()
+        self._c.table.abandon_all("the drain's deadline passed")
         self._c.upward(Drained(self._c.group_id, left))
 
 

@@ -21,7 +21,7 @@ class EngineConfig:
         step_deadline_s: how long a transfer may wait for its device event, and a compute thread for an answer.
         drain_deadline_s: default patience of `drain`.
         strict: raise from `wait_layer` when a load failed (replay, tests) instead of reporting the request.
-        max_lost_workers: replacements for lost workers before the pool fails new calls at once.
+        max_lost_workers: lost workers that are replaced at a time; beyond it calls that no worker could make fail at once.
         probe_interval_s: how often an unreachable store is probed.
         audit: watch every store call and note what breaks an invariant (replay, tests); costs some time per key and layer.
     """

@@ -20,11 +20,13 @@ from kvactors.core.store import Addresses, Outcome, RangeBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RangeCall:
-    """One store call to be made: `batch` moves the pieces [first_piece, last_piece) of the rows `rows`."""
+    """One store call to be made: `batch` moves the pieces [first_piece, last_piece) of the rows `rows`, whose local blocks are
+    `block_ids`."""
 
     layer: int
     batch: RangeBatch
     rows: Rows
+    block_ids: Addresses
     first_piece: int
     last_piece: int
 
@@ -35,14 +37,15 @@ def range_calls(ranges: GroupRanges, layer: int, rows: Rows, keys: Sequence[str]
     calls: list[RangeCall] = []
     for cut in of_layer.cuts(len(rows)):
         part = rows[cut.row_lo : cut.row_hi]
+        local = block_ids[part]
         batch = RangeBatch(
             [keys[i] for i in part.tolist()],
-            of_layer.addresses(block_ids[part], cut.col_lo, cut.col_hi),
+            of_layer.addresses(local, cut.col_lo, cut.col_hi),
             of_layer.sizes[cut.col_lo : cut.col_hi],
             of_layer.offsets[cut.col_lo : cut.col_hi],
         )
         first = of_layer.first_piece
-        calls.append(RangeCall(layer, batch, part, first + cut.col_lo, first + cut.col_hi))
+        calls.append(RangeCall(layer, batch, part, local, first + cut.col_lo, first + cut.col_hi))
     return calls
 
 

@@ -22,7 +22,8 @@ read it, closed with its last owner) is shorter:
      failed              expired ──────────────┘
 
 `closing` exists because ONE end of a get session drops it for everyone in the client: a key is not opened again before
-its close has returned. All legal transitions stand in `PUT_TRANSITIONS` and `GET_TRANSITIONS`; anything else raises
+its close has returned. A get whose open or close did not return is `lost`: whether the store has the session is unknown, so
+the key is not opened until the call returned (loads of it fail at once); then the session is closed. All legal transitions stand in `PUT_TRANSITIONS` and `GET_TRANSITIONS`; anything else raises
 `SessionError`. Source: the session rules of the store contract (docs/design/store-contract.md).
 """
 
@@ -75,6 +76,7 @@ class GetState(Enum):
     OPEN = "open"
     EXPIRED = "expired"
     CLOSING = "closing"
+    LOST = "lost"
     CLOSED = "closed"
     FAILED = "failed"
 
@@ -85,6 +87,7 @@ class GetEvent(Enum):
     EXPIRE = "expire"
     CLOSE = "close"
     CLOSED = "closed"
+    LOST = "lost"
 
 
 PUT_TRANSITIONS: Mapping[tuple[PutState, PutEvent], PutState] = MappingProxyType(
@@ -113,6 +116,10 @@ GET_TRANSITIONS: Mapping[tuple[GetState, GetEvent], GetState] = MappingProxyType
         (GetState.OPEN, GetEvent.EXPIRE): GetState.EXPIRED,
         (GetState.EXPIRED, GetEvent.CLOSE): GetState.CLOSING,
         (GetState.CLOSING, GetEvent.CLOSED): GetState.CLOSED,
+        (GetState.OPENING, GetEvent.LOST): GetState.LOST,
+        (GetState.CLOSING, GetEvent.LOST): GetState.LOST,
+        (GetState.LOST, GetEvent.CLOSE): GetState.CLOSING,
+        (GetState.LOST, GetEvent.CLOSED): GetState.CLOSED,
     }
 )
 GET_TERMINAL = frozenset({GetState.CLOSED, GetState.FAILED})
@@ -263,9 +270,9 @@ class SessionTable:
         after = GET_TRANSITIONS.get((session.state, event))
         if after is None:
             raise SessionError(f"get session of {session.key}: {event.value!r} is not legal in {session.state.value!r}")
-        session.state = after
+        before, session.state = session.state, after
         stats = self.stats
-        if after is GetState.OPEN:
+        if after is GetState.OPEN or (before is GetState.OPENING and after is GetState.LOST):
             stats.get_opened += 1
             stats.open_now += 1
         elif after is GetState.EXPIRED:
@@ -276,6 +283,25 @@ class SessionTable:
         if after in GET_TERMINAL and self.gets.get(session.key) is session:
             del self.gets[session.key]
         return after
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def left(self) -> list[str]:
+        """Every session that has not reached its end, one line each."""
+        puts = [f"put {s.key} of {s.owner.request_id}: {s.state.value}" for s in self.puts.values()]
+        return puts + [f"get {s.key}: {s.state.value}" for s in self.gets.values()]
+
+    def abandon_all(self, cause: str) -> None:
+        """Ends every session without the store: puts are abandoned, gets count as closed."""
+        for put in list(self.puts.values()):
+            self.put(put, PutEvent.LOST, cause)
+        for get in list(self.gets.values()):
+            if get.state is GetState.OPENING:
+                self.get(get, GetEvent.FAILED)
+                continue
+            if get.state in (GetState.OPEN, GetState.EXPIRED):
+                self.get(get, GetEvent.CLOSE)
+            self.get(get, GetEvent.CLOSED)
 
     # -- memory of committed keys ------------------------------------------------------------------------------------
 

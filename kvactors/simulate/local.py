@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from kvactors.core.layout import KVLayout
 from kvactors.simulate.truth import content
 
+
 class LocalBlocks:
     """Blocks of every group, free lists, and where each entry lies. Block 0 is never used."""
 

@@ -13,6 +13,7 @@ import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvactors.core.config import EngineConfig
@@ -174,6 +175,7 @@ class World:
                 executor=workers,
                 hash_tokens=hash_tokens,
             )
+            store.epoch = partial(_epoch_of, engine)
             engines.append(engine)
             locals_.append(local)
             streams.append(stream)
@@ -262,3 +264,6 @@ class World:
 class InvariantBroken(BaseException):
     """Ends a run at the event that broke an invariant."""
 
+
+def _epoch_of(engine: Engine) -> int:
+    return engine._pool.epoch
