@@ -134,7 +134,7 @@ class AuditedStore:
                 self._check("I1", not self._writing[key], f"commit of {key} with a range call under way")
         with self._call():
             outcomes = self._store.put_commit(keys)
-        self._end(keys, outcomes)
+        self._end(keys, outcomes, (Outcome.OK,))
         return outcomes
 
     def put_revoke(self, keys: Sequence[str]) -> list[Outcome]:
@@ -143,13 +143,13 @@ class AuditedStore:
                 self._check("I2", not self._writing[key], f"revoke of {key} with a range call under way")
         with self._call():
             outcomes = self._store.put_revoke(keys)
-        self._end(keys, outcomes)
+        self._end(keys, outcomes, (Outcome.OK, Outcome.INVALID))  # INVALID: there is no such session
         return outcomes
 
-    def _end(self, keys: Sequence[str], outcomes: Sequence[Outcome]) -> None:
+    def _end(self, keys: Sequence[str], outcomes: Sequence[Outcome], ended: Sequence[Outcome]) -> None:
         with self._lock:
             for key, outcome in zip(keys, outcomes, strict=False):
-                if outcome is Outcome.OK:
+                if outcome in ended:
                     self._puts.pop(key, None)
 
     # -- gets --------------------------------------------------------------------------------------------------------

@@ -229,8 +229,13 @@ class Saver:
         """The revoke after an open that raised: fine if the store had the session or had none; else tried again, bounded."""
         if gs is None or session.state is not PutState.OPENING:
             return
-        answer = done.job.result if isinstance(done.job, Ask) else None
-        outcome = answer[0] if done.outcomes[0] is Outcome.OK and isinstance(answer, list) and answer else done.outcomes[0]
+        outcome = done.outcomes[0]
+        if outcome is Outcome.OK:
+            match done.job.result if isinstance(done.job, Ask) else None:
+                case [Outcome() as answer]:
+                    outcome = answer
+                case _:
+                    outcome = Outcome.CALL_FAILED
         if outcome in (Outcome.OK, Outcome.INVALID, Outcome.NOT_FOUND):
             self._refuse(gs, [session], "put open failed")
         elif session.attempts <= len(REVOKE_RETRY_S) and outcome is not Outcome.LOST:
@@ -384,6 +389,8 @@ class Saver:
                 continue
             if outcome is Outcome.OK:
                 c.table.put(s, PutEvent.REVOKED)
+            elif outcome is Outcome.INVALID:  # an earlier call ended it, and its answer was lost
+                c.table.put(s, PutEvent.REVOKED, "the store had no session")
             elif outcome is Outcome.LOST:
                 c.table.put(s, PutEvent.LOST, "revoke did not return")
             elif s.dropped or outcome is Outcome.UNREACHABLE:

@@ -163,7 +163,7 @@ class BlockingStep(StepView):
         self._engine.driver.in_time(self._state.ended.wait(self._engine.patience_s), f"abort of step {self.id}")
 
     def settled(self) -> None:
-        self._engine.driver.in_time(self._state.settled.wait(self._engine.patience_s), f"step {self.id}")
+        self._engine.driver.in_time(self._state.settled.wait(self._engine.driver.settle_patience_s), f"step {self.id}")
 
 
 class Load:

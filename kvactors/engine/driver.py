@@ -121,6 +121,11 @@ class StepDriver:
         leads to waits that long for an event or a worker, and a call may take its own; once more, for what follows on it."""
         return 2 * self._config.step_deadline_s + 2 * self._config.call_deadline_s
 
+    @property
+    def settle_patience_s(self) -> float:
+        """How long the sessions of a step that has ended may take to their end: a commit, and a revoke with its retries."""
+        return 5 * (self._config.step_deadline_s + self._config.call_deadline_s)
+
     @staticmethod
     def in_time(in_time: bool, what: str) -> None:
         """Raises `DeadlineError` unless `in_time`."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvactors.simulate.world import World
 
 MOST_STEPS = 400
-CHUNKS = (16, 32, 64, 256)
+CHUNKS = (32, 64, 128)
 
 
 class Driver:

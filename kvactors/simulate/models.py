@@ -43,7 +43,7 @@ def _windows(model: str) -> list[KVLayout]:
             [
                 Group(0, _K.FULL, 32, {1: [_e("k", 6), _e("v", 6, 16)]}),
                 Group(1, _K.SLIDING_WINDOW, 8, {0: [_e("kv", 5)], 2: [_e("kv", 5, 8)]}, window=16),
-                Group(2, _K.CHUNKED_LOCAL, 16, {1: [_e("kv", 4)], 3: [_e("kv", 4)]}, chunk_tokens=32),
+                Group(2, _K.CHUNKED_LOCAL, 16, {1: [_e("kv", 4)], 2: [_e("kv", 4)]}, chunk_tokens=32),
             ],
         )
     ]
@@ -54,7 +54,7 @@ def _latent(model: str) -> list[KVLayout]:
         KVLayout(
             model,
             [
-                Group(0, _K.MLA, 16, {0: [_e("c", 9), _e("rope", 3)], 3: [_e("c", 9), _e("rope", 3)]}),
+                Group(0, _K.MLA, 16, {0: [_e("c", 9), _e("rope", 3)], 2: [_e("c", 9), _e("rope", 3)]}),
                 Group(4, _K.INDEXER, 16, {0: [_e("i", 2)]}),
                 Group(7, _K.STATE, 32, {1: [_e("conv", 6, 8), _e("ssm", 20)], 2: [_e("conv", 6, 8), _e("ssm", 20)]}),
             ],
@@ -70,7 +70,7 @@ def _stages(model: str) -> list[KVLayout]:
             Group(2, _K.STATE, 32, {layer: [_e("s", 12)] for layer in state}),
         ]
 
-    return [KVLayout(model, groups([0, 1], [2]), 1, 0, 2), KVLayout(model, groups([3, 4], [4]), 1, 1, 2)]
+    return [KVLayout(model, groups([0, 1], [1]), 1, 0, 2), KVLayout(model, groups([2, 3], [3]), 1, 1, 2)]
 
 
 def _heads(model: str) -> list[KVLayout]:

@@ -27,13 +27,13 @@ from kvactors.simulate.driver import Driver
 from kvactors.simulate.faults import FREEZE_S, FaultRates, Trouble, WorkerDeath
 from kvactors.simulate.local import LocalBlocks
 from kvactors.simulate.loop import DeadlockError, RunawayError, VirtualLoop, run_virtual
-from kvactors.simulate.models import instance
+from kvactors.simulate.models import NAMES, instance
 from kvactors.simulate.prompts import prompts
 from kvactors.simulate.stream import Stream
 from kvactors.simulate.store import SimulatedPool, SimulatedStore
 from kvactors.simulate.workers import Delay, SimulatedWorkers, Speed
 
-LOCAL_BLOCKS = 40
+LOCAL_BLOCKS = 28
 LOCAL_BYTES = 1 << 15
 POOL_BYTES = 1 << 17
 SMALL_POOL_BYTES = 1 << 11
@@ -87,7 +87,7 @@ class EventLog:
         self.tail: deque[str] = deque(maxlen=tail)
 
     def span(self, span: Span) -> None:
-        line = f"{span.start_s:.6f} {span.end_s:.6f} {span.track} {span.name} {sorted(span.args.items())}"
+        line = f"{span.start_s:.6f} {span.end_s:.6f} {span.track} {span.name} {span.args or ''}"
         self._hash.update(line.encode())
         self.tail.append(line)
 
@@ -110,8 +110,7 @@ class World:
             return random.Random(f"{scenario.seed}/{what}")
 
         shape = rng("shape")
-        names = ("worked-example", "windows", "latent", "pp2", "tp2")
-        self.model = scenario.model or names[shape.randrange(len(names))]
+        self.model = scenario.model or NAMES[shape.randrange(len(NAMES))]
         self.log = EventLog()
         self.trouble = Trouble(scenario.rates, rng("faults"), scenario.most_faults)
         self.loop = VirtualLoop(rng("schedule"), self._after_event)
@@ -142,8 +141,8 @@ class World:
         config = EngineConfig(
             prefetch_layers=rng.choice((0, 1, 2, 5)),
             max_pending_saves=rng.choice((1, 2, 8)),
-            max_transfer_blocks=rng.choice((1, 2, 64, 0)),
-            max_transfer_bytes=rng.choice((8, 64, 1 << 20)),
+            max_transfer_blocks=rng.choice((1, 3, 64, 0)),
+            max_transfer_bytes=rng.choice((13, 64, 1 << 20)),
             workers=rng.choice((1, 2, 3)),
             call_deadline_s=CALL_DEADLINE_S,
             step_deadline_s=2 * CALL_DEADLINE_S,
