@@ -44,12 +44,14 @@ class BeginStep:
 
 @dataclass(slots=True, eq=False)
 class LayerReady:
-    """Also coordinator -> group. Saves of `layer` and loads of the layers after it may run once `event` fired."""
+    """Also coordinator -> group. Loads of the layers after `layer` may run once `event` fired, and with `saves` its saves
+    too: exactly one signal of a layer carries them, the entry or the exit of its compute."""
 
     step: int
     layer: int
     event: DeviceEvent | None
     phase: Phase
+    saves: bool
 
 
 @dataclass(slots=True, eq=False)

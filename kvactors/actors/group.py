@@ -155,7 +155,8 @@ class GroupActor(Actor):
         self._loader.start(
             gs, gs.state.window(message.layer, self.context.config.prefetch_layers), message.event, Priority.PREFETCH
         )
-        self._saver.layer_ready(gs, message)
+        if message.saves:
+            self._saver.layer_ready(gs, message)
         self._progress(message.step)
 
     def _layer_wanted(self, message: LayerWanted) -> None:

@@ -96,6 +96,7 @@ class Engine:
         executor: Executor | None = None,
     ) -> None:
         self.layout = layout
+        self.tp_rank = tp_rank
         self.config = config = EngineConfig() if config is None else config
         self.clock: Clock = MonotonicClock() if clock is None else clock
         self.rng = random.Random(0) if rng is None else rng

@@ -70,7 +70,7 @@ class StepDriver:
         window = bisect_right(state.load_layers, layer) + self._config.prefetch_layers
         if saves or (state.window_sent < window and state.window_sent < len(state.load_layers)):
             state.window_sent = window
-            self._post(LayerReady(state.id, layer, self._devices.record() if event is None else event, phase))
+            self._post(LayerReady(state.id, layer, self._devices.record() if event is None else event, phase, saves))
 
     def want(self, state: StepState, layer: int) -> LayerTask | None:
         """The layer's loads, if they have to be waited for; tells the engine that somebody does."""

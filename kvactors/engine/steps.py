@@ -92,4 +92,6 @@ class Step(StepView):
 
     async def settled(self) -> None:
         """Waits until every session of the step has reached its end."""
-        self._engine.driver.in_time(await self._state.settled.wait_async(self._engine.driver.settle_patience_s), f"step {self.id}")
+        self._engine.driver.in_time(
+            await self._state.settled.wait_async(self._engine.driver.settle_patience_s), f"step {self.id}"
+        )

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvactors.core.events import DeviceEvent
-from kvactors.core.layout import Group, KVLayout
+from kvactors.core.layout import Group, GroupKind, KVLayout
 from kvactors.core.reachability import Hit
 from kvactors.core.steps import NULL_BLOCK, GroupBlocks, Phase, ReleaseReason, StepRequest
 from kvactors.devices import ManualEvent
 from kvactors.engine import Engine, Step
 from kvactors.errors import DrainTimeout
 from kvactors.simulate.local import LocalBlocks
+from kvactors.simulate.needs import needed_blocks
 from kvactors.simulate.prompts import SimRequest
 from kvactors.simulate.stream import Stream
 
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
     from kvactors.simulate.world import World
 
 MOST_STEPS = 400
-CHUNKS = (32, 64, 128)
+CHUNKS = (1, 2, 4)
+"""Scheduler boundaries that a request computes in one step."""
 
 
 class Driver:
@@ -48,13 +51,16 @@ class Driver:
         self._stages: dict[int, list[int]] = {}
         for rank, local in enumerate(blocks):
             self._stages.setdefault(local.layout.pp_rank, []).append(rank)
+        self._watched = [(engine._audit, engine.gate) for engine in engines if engine._audit is not None]
         self._boundary = engines[0].reachability.boundary_tokens
         self._hash_tokens = engines[0].hash_tokens
         self._loads: set[asyncio.Task[None]] = set()
-        self._batch = rng.choice((1, 2, 4))
+        self._batch = rng.choice((2, 4, 6))
         self._reckless = rng.random() < 0.5
         """aborts, overtakes, preempts"""
         self._aborts = 0
+        self._left_early = False
+        self._published: set[str] = set()
         self._crash_at = rng.randrange(5, 400) if world.trouble.draw("crash", world.trouble.rates.crash) else -1
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -80,10 +86,10 @@ class Driver:
 
     async def serve(self) -> None:
         stop_at = self._rng.randrange(3, 60) if self._reckless and self._rng.random() < 0.2 else MOST_STEPS
+        self._left_early = stop_at < MOST_STEPS
         while (self.waiting or self.running or self._loads) and self.steps < stop_at:
             for local, engine in zip(self.blocks, self.engines, strict=True):
                 local.fenced |= engine.fenced_blocks
-                local.fenced &= local.fenced
             await self._admit()
             batch = [r for r in self.running if not r.loading]
             self._rng.shuffle(batch)
@@ -112,6 +118,9 @@ class Driver:
         for engine in self.engines:
             sessions = engine.stats().sessions
             self._must(sessions.open_now == 0, f"I2: {sessions.open_now} sessions are open after the drain")
+            for broken in engine.violations():
+                self._must(False, broken)
+        self.check_saved()
 
     async def stop(self) -> None:
         for task in self._loads:
@@ -125,7 +134,7 @@ class Driver:
         while self.waiting and len(self.running) < 2 * self._batch:
             r = self.waiting[0]
             hit = await self.engines[0].lookup(r.hashes, r.tokens)
-            self._must(hit.tokens < r.tokens, f"a hit of {hit.tokens} tokens leaves nothing of {r.tokens} to compute")
+            self._check_hit(r, hit)
             if not self._place(r, hit):
                 return
             self.waiting.pop(0)
@@ -246,7 +255,9 @@ class Driver:
         ends: dict[str, int] = {}
         for r in batch:
             top = len(r.hashes) * self._hash_tokens // self._boundary * self._boundary
-            ends[r.id] = max(r.computed, min(r.computed + self._rng.choice(CHUNKS), top) // self._boundary * self._boundary)
+            ends[r.id] = max(
+                r.computed, min(r.computed + self._rng.choice(CHUNKS) * self._boundary, top) // self._boundary * self._boundary
+            )
         steps: list[Step] = []
         for rank, engine in enumerate(self.engines):
             layout = self.blocks[rank].layout
@@ -317,24 +328,30 @@ class Driver:
         layout = self.blocks[rank].layout
         if self.world.trouble.draw("slow", self.world.trouble.rates.slow):
             await asyncio.sleep(self.world.trouble.pick(0.0, 2.0))
-        work = [
+        entry = self._work(layout, rank, batch, ends, lambda g: g.kind is not GroupKind.STATE)
+        rest = self._work(layout, rank, batch, ends, lambda g: g.kind is GroupKind.STATE)
+        event = self._device(rank, partial(self._write, rank, layer, entry))
+        if self._rng.random() < 0.5:
+            step.layer_ready(layer, event, Phase.ENTRY)  # the attention groups' cache is written, the state is not
+        event = self._device(rank, partial(self._write, rank, layer, rest))
+        step.layer_ready(layer, event, Phase.EXIT)
+        await step.checkpoint(layer)
+
+    def _work(
+        self, layout: KVLayout, rank: int, batch: list[SimRequest], ends: dict[str, int], of: Callable[[Group], bool]
+    ) -> list[tuple[int, int, bytes, bool]]:
+        return [
             (g.id, r.tables[rank][g.id][i], self._hash(layout, g, r, i), rank not in r.wrong)
             for r in batch
             for g in layout.groups
-            if g.layers
+            if g.layers and of(g)
             for i in self._saved(r, g, ends[r.id])
             if i in r.tables[rank][g.id]
         ]
 
-        def compute() -> None:
-            for group, block, block_hash, right in work:
-                self.blocks[rank].write(group, layer, block, block_hash, right)
-
-        event = self._device(rank, compute)
-        if self._rng.random() < 0.2:
-            step.layer_ready(layer, event, Phase.ENTRY)
-        step.layer_ready(layer, event, Phase.EXIT)
-        await step.checkpoint(layer)
+    def _write(self, rank: int, layer: int, work: list[tuple[int, int, bytes, bool]]) -> None:
+        for group, block, block_hash, right in work:
+            self.blocks[rank].write(group, layer, block, block_hash, right)
 
     def _device(self, rank: int, work: Callable[[], None]) -> DeviceEvent:
         """Queues `work` on the rank's stream, late at times; the event after it may be lost (the driver of the device hangs)."""
@@ -350,13 +367,38 @@ class Driver:
             for step in steps:
                 await step.abort("the forward pass raised")
         else:
-            followers = [engine.begin_step([]) for engine in self.engines]
-            for step, follower in zip(steps, followers, strict=True):
-                await follower.end()
-                self._must(step._state.ended.is_open, "I9: a step that was overtaken did not end")
+            for rank, step in enumerate(steps):
+                await self._overtake(step, rank)
         self._note_fences()
         for r in batch:
             await self._restart(r)
+
+    async def _overtake(self, old: Step, rank: int) -> None:
+        """The next step begins while one is open; late signals of the old one must not count for it."""
+        local, engine = self.blocks[rank], self.engines[rank]
+        g = next(g for g in local.layout.groups if g.layers)
+        ids = local.take(g.id, 1)
+        if ids is None:
+            follower = engine.begin_step([])
+            await follower.end()
+        else:
+            name = f"x{self.number}-{self.steps}-{rank}"
+            k = g.block_tokens // self._hash_tokens
+            hashes = [hashlib.sha256(f"{name}/{i}".encode()).digest() for i in range(k)]
+            r = StepRequest(name, hashes, {g.id: GroupBlocks(ids, (), (0,))})
+            follower = engine.begin_step([r], self.streams[rank].record())
+            for layer in range(local.layout.stage_layers):
+                old.layer_ready(layer, self.streams[rank].record())
+                await asyncio.sleep(0)
+                event = self._device(rank, partial(local.write, g.id, layer, ids[0], hashes[-1], True))
+                follower.layer_ready(layer, event)
+                await follower.checkpoint(layer)
+            await follower.end()
+            await engine.release(name, ReleaseReason.FINISHED)
+            engine.forget(name)
+            self._note_fences()
+            local.give_back(g.id, ids)
+        self._must(old._state.ended.is_open, "I9: a step that was overtaken did not end")
 
     async def _after(
         self, batch: list[SimRequest], steps: Sequence[Step], ends: dict[str, int], before: int, aborts: int
@@ -373,6 +415,11 @@ class Driver:
                     await self._restart(r)
                     continue
             else:
+                for rank, local in enumerate(self.blocks):
+                    for g in local.layout.groups:
+                        if g.layers and local.layout.stores(g.id, self.engines[rank].tp_rank):
+                            saved = [i for i in self._saved(r, g, ends[r.id]) if i in r.tables[rank][g.id]]
+                            self._published |= {local.key(g.id, self._hash(local.layout, g, r, i)) for i in saved}
                 r.hit, r.computed = 0, max(r.computed, ends[r.id])
             top = len(r.hashes) * self._hash_tokens // self._boundary * self._boundary
             if r.computed >= top:
@@ -399,10 +446,9 @@ class Driver:
     def check_event(self) -> None:
         """After every event of the run."""
         world = self.world
-        for engine in self.engines:
-            if engine._audit is not None and engine._audit.violations:
-                world.violations.extend(engine._audit.violations)
-            gate = engine.gate
+        for audit, gate in self._watched:
+            if audit.violations:
+                world.violations.extend(audit.violations)
             if gate.pending < 0 or gate.pending > gate.limit + 1:
                 world.broke(f"I7: {gate.pending} save tasks are pending; the limit is {gate.limit}")
 
@@ -436,6 +482,21 @@ class Driver:
             if needed
         }
         self._must(bool(keys & self.world.pool.touched), f"I8: {r.id} failed although nothing happened to its keys")
+
+    def _check_hit(self, r: SimRequest, hit: Hit) -> None:
+        self._must(hit.tokens < r.tokens, f"a hit of {hit.tokens} tokens leaves nothing of {r.tokens} to compute")
+        for n, g in enumerate(self.blocks[0].layout.groups):
+            missing = needed_blocks(g, hit.tokens) - {i for i, m in enumerate(hit.masks[n]) if m}
+            self._must(not missing, f"a hit of {hit.tokens} tokens needs blocks {sorted(missing)} of group {g.id}")
+
+    def check_saved(self) -> None:
+        """In a run without faults and aborts, every block of every step is published in the end."""
+        world = self.world
+        if set(world.trouble.injected) - {"event_late", "slow"} or world.rates.space or self._aborts or self._left_early:
+            return
+        for key in self._published:
+            o = world.pool.objects.get(key)
+            self._must(o is not None and o.committed, f"I8: {key} was computed and saved, nothing failed, and it is not there")
 
     def _must(self, holds: bool, what: str) -> None:
         if not holds:

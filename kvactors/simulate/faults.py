@@ -57,7 +57,7 @@ PRESETS: Mapping[str, FaultRates] = {
     "slow-store": FaultRates(spike=0.08, freeze=0.004, slow=0.05),
     "evicting": FaultRates(evict=0.05, space=True, lease=True, slow=0.03),
     "kill-writer": FaultRates(freeze=0.01, crash=0.5, event_lost=0.01),
-    "all": FaultRates(0.01, 0.005, 0.01, 0.005, 0.03, 0.002, 0.02, 0.003, True, True, 0.003, 0.2, 0.03, 0.1),
+    "combined": FaultRates(0.01, 0.005, 0.01, 0.005, 0.03, 0.002, 0.02, 0.003, True, True, 0.003, 0.2, 0.03, 0.1),
 }
 
 _KEY_OUTCOMES: Mapping[str, Sequence[Outcome]] = {
@@ -80,16 +80,21 @@ class WorkerDeath(BaseException):
     """What a dying worker thread raises: not an `Exception`."""
 
 
-def rates_of(name: str) -> FaultRates:
-    """The rates of a preset.
+ALL = "all"
+"""Every preset in turn, the combined one included: seed s gets the preset number s modulo their count."""
+
+
+def preset_of(name: str, seed: int) -> str:
+    """The preset that a seed runs under.
 
     Raises:
         ConfigError: there is no such preset.
     """
-    try:
-        return PRESETS[name]
-    except KeyError:
-        raise ConfigError(f"faults {name!r}: no such preset; one of {', '.join(PRESETS)}") from None
+    if name == ALL:
+        return tuple(PRESETS)[seed % len(PRESETS)]
+    if name not in PRESETS:
+        raise ConfigError(f"--faults {name}: no such preset; one of {', '.join([*PRESETS, ALL])}")
+    return name
 
 
 class Trouble:

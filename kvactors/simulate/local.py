@@ -27,7 +27,6 @@ class LocalBlocks:
                 pieces = self._pieces.setdefault((g.id, layout.stage_layer(layer)), [])
                 pieces.append((at, entry.stride, entry.nbytes, offset))
                 at += entry.stride * blocks
-        self.end = at
 
     def take(self, group: int, count: int) -> list[int] | None:
         """Blocks that nobody uses and no late call may write; None if there are not enough."""
@@ -72,3 +71,8 @@ class LocalBlocks:
 
     def key(self, group: int, block_hash: bytes) -> str:
         return self._key(group, block_hash)[0]
+
+
+def local_bytes_of(layout: KVLayout, blocks: int) -> int:
+    """Local memory that `blocks` blocks of every group take."""
+    return blocks * sum(entry.stride for g in layout.groups for _, entry, _ in layout.ranges(g.id))

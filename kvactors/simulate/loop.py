@@ -27,7 +27,7 @@ class RunawayError(EngineError):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Runs one ready callback at a time; jumps to the next timer when none is ready.
+    """Runs ready callbacks one at a time; jumps to the next timer when none is ready.
 
     Args:
         rng: draws which ready callback runs next; None keeps the order of arrival.
@@ -88,15 +88,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
             handle._scheduled = False
             if not handle._cancelled:
                 ready.append(handle)
-        if self._rng is not None and len(ready) > 1:
-            ready.rotate(-self._rng.randrange(len(ready)))
-        if ready:
+        rng, on_event = self._rng, self._on_event
+        while ready and not self._stopping:  # type: ignore[attr-defined]
+            if rng is not None and len(ready) > 1:
+                ready.rotate(-int(rng.random() * len(ready)))
             handle = ready.popleft()
             if not handle._cancelled:
                 handle._run()
                 self.events += 1
-                if self._on_event is not None:
-                    self._on_event()
+                if on_event is not None:
+                    on_event()
         if self.events > self.most_events or self._now > self.most_s:
             raise RunawayError(f"{self.events} events in {self._now:.0f} virtual seconds, and no end")
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from kvactors.core.layout import CacheEntry, Group, GroupKind, KVLayout
+from kvactors.layouts.resolve import find_layout
 
 _K = GroupKind
 
@@ -82,7 +83,7 @@ def _heads(model: str) -> list[KVLayout]:
     return [KVLayout(model, groups, tp_size=2)]
 
 
-_MODELS: Mapping[str, tuple[object, int]] = {
+_MODELS: Mapping[str, tuple[Callable[[str], list[KVLayout]], int]] = {
     "worked-example": (_worked_example, 1),
     "windows": (_windows, 1),
     "latent": (_latent, 1),
@@ -90,11 +91,28 @@ _MODELS: Mapping[str, tuple[object, int]] = {
     "tp2": (_heads, 2),
 }
 NAMES = tuple(_MODELS)
+DRAWN = ("worked-example", "windows", "latent", "worked-example", "windows", "latent", "pp2", "tp2")
+"""What a seed draws its model from; several engines take longer to simulate, so they come less often."""
 
 
 @lru_cache(maxsize=64)
 def instance(name: str) -> tuple[Rank, ...]:
-    """The ranks of one instance of a model."""
+    """The ranks of one instance of a simulated model, or of a layout (built in, or a file) with its entries made small.
+
+    Raises:
+        LayoutError: there is no such model or layout.
+    """
+    if name not in _MODELS:
+        layout, _ = find_layout(name)
+        return (Rank(_small(layout), 0),)
     build, tp = _MODELS[name]
-    layouts = build(f"sim-{name}")  # type: ignore[operator]
-    return tuple(Rank(layout, rank) for layout in layouts for rank in range(tp))
+    return tuple(Rank(layout, rank) for layout in build(f"sim-{name}") for rank in range(tp))
+
+
+def _small(layout: KVLayout) -> KVLayout:
+    """The same groups, boundaries and layers, with entries of a few bytes: a simulated run checks every byte."""
+    groups = []
+    for g in layout.groups:
+        layers = {layer: [CacheEntry(e.name, 3 + i, 8) for i, e in enumerate(entries)] for layer, entries in g.layers.items()}
+        groups.append(Group(g.id, g.kind, g.block_tokens, layers, g.window, g.chunk_tokens, g.speculative, g.kv_heads))
+    return KVLayout(f"sim-{layout.model}", groups)

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from kvactors.core.config import EngineConfig
 from kvactors.core.layout import finest_hash_tokens
@@ -25,18 +24,15 @@ from kvactors.engine import Engine
 from kvactors.messages import Job
 from kvactors.simulate.driver import Driver
 from kvactors.simulate.faults import FREEZE_S, FaultRates, Trouble, WorkerDeath
-from kvactors.simulate.local import LocalBlocks
+from kvactors.simulate.local import LocalBlocks, local_bytes_of
 from kvactors.simulate.loop import DeadlockError, RunawayError, VirtualLoop, run_virtual
-from kvactors.simulate.models import NAMES, instance
+from kvactors.simulate.models import DRAWN, Rank, instance
 from kvactors.simulate.prompts import prompts
 from kvactors.simulate.stream import Stream
 from kvactors.simulate.store import SimulatedPool, SimulatedStore
 from kvactors.simulate.workers import Delay, SimulatedWorkers, Speed
 
 LOCAL_BLOCKS = 28
-LOCAL_BYTES = 1 << 15
-POOL_BYTES = 1 << 17
-SMALL_POOL_BYTES = 1 << 11
 CALL_DEADLINE_S = 5.0
 
 
@@ -50,7 +46,7 @@ class Scenario:
         rates: its chances.
         requests: prompts in all.
         most_faults: inject no more than that many; None = as drawn.
-        model: one of `models.NAMES`; None = drawn.
+        model: one of `models.NAMES`, or a layout by name or file; None = drawn.
     """
 
     seed: int
@@ -110,7 +106,7 @@ class World:
             return random.Random(f"{scenario.seed}/{what}")
 
         shape = rng("shape")
-        self.model = scenario.model or NAMES[shape.randrange(len(NAMES))]
+        self.model = scenario.model or DRAWN[shape.randrange(len(DRAWN))]
         self.log = EventLog()
         self.trouble = Trouble(scenario.rates, rng("faults"), scenario.most_faults)
         self.loop = VirtualLoop(rng("schedule"), self._after_event)
@@ -118,25 +114,30 @@ class World:
         self.violations: list[str] = []
         ranks = instance(self.model)
         instances = 2 if len(ranks) == 1 and shape.random() < 0.3 else 1
-        memory = bytearray(LOCAL_BYTES * len(ranks) * instances + POOL_BYTES)
-        rates = scenario.rates
+        local_bytes = max(local_bytes_of(r.layout, LOCAL_BLOCKS) for r in ranks)
+        object_bytes = max(r.layout.object_bytes(g.id) for r in ranks for g in r.layout.groups)
+        pool_bytes = (40 if scenario.rates.space else 3000) * object_bytes
+        memory = bytearray(local_bytes * len(ranks) * instances + pool_bytes)
+        rates = self.rates = scenario.rates
         self.pool = SimulatedPool(
             memory,
-            LOCAL_BYTES * len(ranks) * instances,
-            SMALL_POOL_BYTES if rates.space else POOL_BYTES,
+            local_bytes * len(ranks) * instances,
+            pool_bytes,
             self.loop.time,
             rng("store"),
             lease_s=1.0 if rates.lease else 10.0,
         )
         self.pool.sloppy_leases = rates.lease
         self.drivers = [
-            self._driver(number, ranks, memory, rng(f"instance {number}"), scenario.requests // instances)
+            self._driver(number, ranks, memory, local_bytes, rng(f"instance {number}"), scenario.requests // instances)
             for number in range(instances)
         ]
 
     # -- building ------------------------------------------------------------------------------------------------------
 
-    def _driver(self, number: int, ranks: Sequence[Any], memory: bytearray, rng: random.Random, count: int) -> Driver:
+    def _driver(
+        self, number: int, ranks: Sequence[Rank], memory: bytearray, local_bytes: int, rng: random.Random, count: int
+    ) -> Driver:
         layouts = list({id(r.layout): r.layout for r in ranks}.values())
         config = EngineConfig(
             prefetch_layers=rng.choice((0, 1, 2, 5)),
@@ -154,9 +155,8 @@ class World:
         hash_tokens = finest_hash_tokens(layouts[0].groups)
         engines, locals_, streams = [], [], []
         for i, rank in enumerate(ranks):
-            base = LOCAL_BYTES * (number * len(ranks) + i)
+            base = local_bytes * (number * len(ranks) + i)
             local = LocalBlocks(rank.layout, rank.tp_rank, memory, base, LOCAL_BLOCKS, rng)
-            assert local.end <= base + LOCAL_BYTES
             store = SimulatedStore(self.pool, number * len(ranks) + i, self._store_trouble)
             workers = SimulatedWorkers(self.loop, Speed(), random.Random(rng.random()), self._delay)
             stream = Stream(self.loop)

@@ -1,0 +1,146 @@
+"""Runs many seeds, makes failing ones smaller, and says how to repeat them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from kvactors.simulate.faults import PRESETS, preset_of
+from kvactors.simulate.world import Outcomes, Scenario, World
+
+CHUNK = 20
+"""Seeds that a process runs before it answers."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """What all runs did together."""
+
+    seeds: int = 0
+    events: int = 0
+    steps: int = 0
+    saved: int = 0
+    loaded: int = 0
+    failing: int = 0
+    injected: Counter[str] = field(default_factory=Counter)
+    presets: Counter[str] = field(default_factory=Counter)
+    wall_s: float = 0.0
+
+    def add(self, o: Outcomes) -> None:
+        self.seeds += 1
+        self.events += o.events
+        self.steps += o.steps
+        self.saved += o.saved
+        self.loaded += o.loaded
+        self.failing += bool(o.violations)
+        self.injected.update(o.injected)
+        self.presets[o.scenario.faults] += 1
+
+    def line(self) -> str:
+        """The summary: one line, the last of the output."""
+        rate = self.seeds / self.wall_s if self.wall_s else 0.0
+        faults = sum(n for kind, n in self.injected.items() if kind != "event_late")
+        return (
+            f"{self.seeds} seeds over {len(self.presets)} presets: {self.events} events, {self.steps} steps, {self.saved} blocks "
+            f"saved, {self.loaded} loaded, {faults} faults injected; {self.failing} failing; {rate:.0f} seeds/s"
+        )
+
+
+def scenario(
+    seed: int, faults: str, *, requests: int = 20, most_faults: int | None = None, model: str | None = None
+) -> Scenario:
+    """The scenario of a seed under a preset (or under the one that `all` gives it)."""
+    preset = preset_of(faults, seed)
+    return Scenario(seed, preset, PRESETS[preset], requests, most_faults, model)
+
+
+def run_seeds(scenarios: Sequence[Scenario], jobs: int = 1) -> Iterator[Outcomes]:
+    """Runs scenarios, in order with one job, else in whatever order `jobs` processes finish them."""
+    if jobs <= 1:
+        for s in scenarios:
+            yield World(s).run()
+        return
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        yield from pool.imap_unordered(_run_one, scenarios, chunksize=CHUNK)
+
+
+def _run_one(s: Scenario) -> Outcomes:
+    outcomes = World(s).run()
+    if not outcomes.violations:
+        outcomes.log_tail = []
+    return outcomes
+
+
+def shrink(failing: Scenario, run: Callable[[Scenario], Outcomes] | None = None) -> Scenario:
+    """A smaller scenario that still fails: fewer requests, then fewer faults."""
+    run = run or (lambda s: World(s).run())
+
+    def fails(s: Scenario) -> bool:
+        return bool(run(s).violations)
+
+    requests = _least(1, failing.requests, lambda n: fails(replace(failing, requests=n)))
+    smaller = replace(failing, requests=requests)
+    total = sum(run(smaller).injected.values())
+    faults = _least(0, total, lambda n: fails(replace(smaller, most_faults=n)))
+    return replace(smaller, most_faults=faults) if faults < total else smaller
+
+
+def _least(low: int, high: int, fails: Callable[[int], bool]) -> int:
+    """A small number for which it fails, by halving; `high` is known to fail."""
+    while low < high:
+        middle = (low + high) // 2
+        if fails(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
+def command(s: Scenario) -> str:
+    """The exact command that repeats a scenario."""
+    words = [f"kvactors simulate --seeds {s.seed}:{s.seed + 1} --faults {s.faults}"]
+    if s.requests != Scenario.__dataclass_fields__["requests"].default:
+        words.append(f"--requests {s.requests}")
+    if s.most_faults is not None:
+        words.append(f"--most-faults {s.most_faults}")
+    if s.model is not None:
+        words.append(f"--layout {s.model}")
+    return " ".join(words)
+
+
+def simulate(
+    scenarios: Sequence[Scenario],
+    *,
+    jobs: int,
+    most_failures: int,
+    say: Callable[[str], None],
+    on_progress: Callable[[Totals], None] = lambda _: None,
+) -> Totals:
+    """Runs scenarios and tells of each failing one; stops early after `most_failures`."""
+    totals = Totals()
+    start = time.monotonic()
+    for outcomes in run_seeds(scenarios, jobs):
+        totals.add(outcomes)
+        totals.wall_s = time.monotonic() - start
+        if outcomes.violations:
+            _tell(outcomes, say)
+            if totals.failing >= most_failures:
+                break
+        on_progress(totals)
+    totals.wall_s = time.monotonic() - start
+    return totals
+
+
+def _tell(outcomes: Outcomes, say: Callable[[str], None]) -> None:
+    small = shrink(outcomes.scenario)
+    again = World(small).run()
+    say(f"FAILING seed {small.seed}, model {again.model}: {again.violations[0]}")
+    say(f"  repeat: {command(small)}")
+    say(f"  log hash: {again.log_hash}; injected: {again.injected}")
+    for title, lines in (("story", again.story[-25:]), ("last events", again.log_tail[-25:])):
+        say(f"  {title}:")
+        for line in lines:
+            say(f"    {line}")
