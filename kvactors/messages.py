@@ -3,13 +3,13 @@
 A happy step, with one group of one layer (C: compute thread, K: coordinator, G: group, P: pool):
 
     C->K BeginStep      K->G PrepareGroup    G->P Open (get), Ask (readable), Open (put)    P->G TransferDone …
-    G->K Prepared       K->G Activate        G->P Transfer (get)                            P opens the layer's latch
+    G->K Prepared       G->P Transfer (get)                                                 P opens the layer's latch
     C->K LayerReady     K->G LayerReady      G->P Transfer (put)                            P uncounts the save task
     P->G TransferDone   G->P Commit          C->K EndStep -> K->G EndGroup                  G->K GroupEnded; K opens the end
     P->G TransferDone   G->K GroupCommitted  K opens the settled latch
 
 A step that is aborted: `AbortStep` (queued transfers are cancelled, those under way awaited), `EndGroup(revoke=True)`, and
-the same answers. A preparation that raises: `PrepareFailed`, then `Rollback` to every group, and the same answers. A group
+the same answers. A preparation that raises: `PrepareFailed`, then `EndGroup(revoke=True)` to every group, and the same answers. A group
 that crashed: the supervisor posts `GroupFailed` and answers for it.
 
 `step` names the object that holds all state of one step (or of one `LoadBlocks`); a message of a closed step finds none, is
@@ -66,7 +66,6 @@ class LayerWanted:
 @dataclass(slots=True, eq=False)
 class EndStep:
     step: int
-    event: DeviceEvent | None
 
 
 @dataclass(slots=True, eq=False)
@@ -131,19 +130,8 @@ class PrepareGroup:
 
 
 @dataclass(slots=True, eq=False)
-class Activate:
-    step: int
-
-
-@dataclass(slots=True, eq=False)
-class Rollback:
-    step: int
-    reason: str
-
-
-@dataclass(slots=True, eq=False)
 class EndGroup:
-    """The step is over; with `revoke`, every put of it is revoked and loads that did not start never will."""
+    """The step is over. With `revoke` (rolled back, or aborted) every put of it is revoked."""
 
     step: int
     revoke: bool
@@ -282,6 +270,8 @@ class Open(Job):
     kind: Kind
     sessions: Sequence[PutSession] | Sequence[GetSession]
     object_bytes: int
+    background: bool = False
+    """a put open that the step's preparation does not wait for"""
 
     @property
     def count(self) -> int:

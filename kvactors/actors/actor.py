@@ -23,6 +23,7 @@ class Actor(ABC):
         self.current: Any = None
         """the message in hand; what was lost with it when the actor crashes"""
         self._timers: set[asyncio.TimerHandle] = set()
+        self._pruned_at = 64
 
     @abstractmethod
     async def handle(self, message: Any) -> None: ...
@@ -39,8 +40,8 @@ class Actor(ABC):
                 await self.handle(message)
                 self._observer.span(Span(self.name, type(message).__name__, start, self.clock.now()))
 
-    def later(self, delay_s: float, message: Any) -> None:
-        """Posts a message to this actor after a delay on the loop's clock."""
+    def later(self, delay_s: float, message: Any) -> asyncio.TimerHandle:
+        """Posts a message to this actor after a delay on the loop's clock, unless the timer is cancelled."""
 
         def post() -> None:
             self._timers.discard(handle)
@@ -48,6 +49,10 @@ class Actor(ABC):
 
         handle = asyncio.get_running_loop().call_later(delay_s, post)
         self._timers.add(handle)
+        if len(self._timers) > 4 * self._pruned_at:
+            self._timers = {t for t in self._timers if not t.cancelled()}
+            self._pruned_at = max(64, len(self._timers))
+        return handle
 
     def stop_timers(self) -> None:
         for handle in self._timers:

@@ -115,7 +115,7 @@ class AuditedStore:
                 outcomes = self._store.put_ranges(batch)
         finally:
             with self._lock:
-                self._writing.subtract(batch.keys)
+                _subtract(self._writing, batch.keys)
         with self._lock:
             for key, outcome in zip(batch.keys, outcomes, strict=False):
                 put = self._puts.get(key)
@@ -172,7 +172,7 @@ class AuditedStore:
                 outcomes = self._store.get_ranges(batch)
         finally:
             with self._lock:
-                self._reading.subtract(batch.keys)
+                _subtract(self._reading, batch.keys)
         return outcomes
 
     def get_close(self, keys: Sequence[str]) -> list[Outcome]:
@@ -180,9 +180,11 @@ class AuditedStore:
             for key in keys:
                 self._check("I6", key in self._gets, f"close of {key}, which has no open session")
                 self._check("I6", not self._reading[key], f"close of {key} with a read under way")
-                self._gets.discard(key)
         with self._call():
-            return self._store.get_close(keys)
+            outcomes = self._store.get_close(keys)
+        with self._lock:
+            self._gets.difference_update(keys[: len(outcomes)])  # one that raised, or was not answered, may be tried again
+        return outcomes
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 
@@ -204,3 +206,11 @@ class AuditedStore:
 
     def close(self) -> None:
         self._store.close()
+
+
+def _subtract(counts: Counter[str], keys: Sequence[str]) -> None:
+    """Takes one off each; a key at zero is forgotten, so that a long run does not remember every key."""
+    for key in keys:
+        counts[key] -= 1
+        if not counts[key]:
+            del counts[key]

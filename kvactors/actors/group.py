@@ -13,7 +13,7 @@ from kvactors.actors.actor import Actor, Post
 from kvactors.actors.group_step import GroupContext, GroupStep
 from kvactors.actors.loader import Loader
 from kvactors.actors.pool import TransferPool
-from kvactors.actors.saver import Cleaned, ReadableDone, RetryOpens, RetryRevokes, Saver
+from kvactors.actors.saver import Cleaned, ReadableDone, RetryCleanUp, RetryOpens, RetryRevokes, Saver
 from kvactors.actors.step_state import StepState
 from kvactors.core.clock import Clock
 from kvactors.core.config import EngineConfig
@@ -24,7 +24,6 @@ from kvactors.core.sessions import GetSession, PutSession, SessionTable
 from kvactors.core.stats import GroupStats
 from kvactors.messages import (
     Abandon,
-    Activate,
     Ask,
     Close,
     Commit,
@@ -43,7 +42,6 @@ from kvactors.messages import (
     PrepareFailed,
     PrepareGroup,
     Revoke,
-    Rollback,
     Transfer,
     TransferDone,
 )
@@ -101,12 +99,8 @@ class GroupActor(Actor):
                 self._layer_wanted(message)
             case PrepareGroup():
                 self._prepare(message)
-            case Activate():
-                pass  # the coordinator held the step's messages until every group was prepared
             case EndGroup():
                 self._end(message)
-            case Rollback():
-                self._end(EndGroup(message.step, True, message.reason))
             case ReadableDone():
                 self._readable(message)
             case Cleaned():
@@ -115,6 +109,8 @@ class GroupActor(Actor):
                 gs = self.steps.get(message.step)
                 if gs is not None:
                     self._saver.retry_opens(gs)
+            case RetryCleanUp():
+                self._saver.retry_clean_up(message)
             case RetryRevokes():
                 self._saver.retry_revokes(message.sessions)
             case ForgetRequest():
@@ -161,7 +157,7 @@ class GroupActor(Actor):
 
     def _layer_wanted(self, message: LayerWanted) -> None:
         gs = self.steps.get(message.step)
-        if gs is None or gs.ending:
+        if gs is None or gs.ending or gs.state.aborted:
             return
         self.context.pool.promote(message.step, message.layer)
         self._loader.start(gs, (message.layer,), message.event, Priority.DEMANDED)
@@ -174,6 +170,9 @@ class GroupActor(Actor):
             self.context.upward(GroupCommitted(message.step, self.group_id))
             return
         gs.ending = True
+        if message.revoke:
+            self.context.pool.cancel(message.step, self.group_id)
+        self._loader.stop_waiting(gs)
         gs.state.forgo(self.group_id, message.reason or "the step ended before its load started")
         self._saver.end(gs, message.revoke, message.reason)
         self._progress(message.step)
@@ -201,7 +200,7 @@ class GroupActor(Actor):
                 if done.late:
                     self._saver.late_open(puts, done)
                 elif gs is not None:
-                    self._saver.opened(gs, puts, done)
+                    self._saver.opened(gs, puts, done, job.background)
             case Commit() if not done.late:
                 self._saver.committed(job.sessions, done)
             case Revoke() if not done.late:
@@ -228,8 +227,10 @@ class GroupActor(Actor):
         if message.done.late:
             return
         self.context.replied()
-        self._saver.cleaned(self.steps.get(message.session.step), message.session, message.done)
-        self._progress(message.session.step)
+        gs = self.steps.get(message.done.job.step)
+        if gs is not None:
+            self._saver.cleaned(gs, message.sessions, message.done)
+            self._progress(gs.state.id)
 
     # -- progress ------------------------------------------------------------------------------------------------------
 
@@ -257,7 +258,7 @@ class GroupActor(Actor):
         if not gs.ending:
             return
         saves = gs.saves
-        idle = not awaited and not gs.opening and not gs.inflight and not (saves is not None and saves.any_open)
+        idle = not awaited and not gs.opening and not gs.reads and not gs.writes and not (saves is not None and saves.any_open)
         if idle and not gs.ended:
             gs.ended = True
             c.upward(GroupEnded(step, self.group_id))

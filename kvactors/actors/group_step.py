@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +27,7 @@ class GroupStep:
 
     Attributes:
         gets_awaited, puts_awaited: answers that the preparation still waits for.
-        inflight: range calls that have not come back.
+        reads, writes: range calls that have not come back.
         held: keys whose get session this step owns a share of.
         retries: put sessions that found no space; opened again in the background until the first save is due.
         opening: background opens under way.
@@ -47,7 +46,8 @@ class GroupStep:
     started_early: bool = False
     ending: bool = False
     ended: bool = False
-    inflight: int = 0
+    reads: int = 0
+    writes: int = 0
     held: list[str] = field(default_factory=list)
     released: bool = False
     closing: int = 0
@@ -62,7 +62,6 @@ class GroupContext:
 
     Attributes:
         key_parts: what stands before and after the hash in this rank's keys.
-        hashes_per_block: fine hashes that one block of the group spans.
         stores: whether this rank writes the group's objects.
         fences: (group, local block id) -> store calls that may still write it.
     """
@@ -78,20 +77,17 @@ class GroupContext:
     config: EngineConfig
     mailbox: Mailbox[Any]
     upward: Post
-    later: Callable[[float, Any], None]
+    later: Callable[[float, Any], Any]
     fences: dict[tuple[int, int], int]
-    _backlog: deque[Job] = field(default_factory=deque)
 
     def key(self, block_hash: bytes) -> str:
         before, after = self.key_parts
         return f"{before}{block_hash.hex()}{after}"
 
     def submit(self, job: Job) -> None:
-        """Sends a job to the pool once a slot for its reply is reserved."""
-        if self._backlog or not self.mailbox.reserve():
-            self._backlog.append(job)
-        else:
-            self.pool.submit(job)
+        """Sends a job to the pool, with a slot reserved for its reply."""
+        self.mailbox.reserve()
+        self.pool.submit(job)
 
     def fence(self, call: RangeCall, by: int) -> None:
         """A read past its deadline (+1) may still write its destinations; one that has returned (-1) may not."""
@@ -104,7 +100,5 @@ class GroupContext:
                 self.fences.pop(where, None)
 
     def replied(self) -> None:
-        """A reply was taken out of the mailbox: sends on what waited for a slot."""
+        """A reply was taken out of the mailbox."""
         self.mailbox.replied()
-        while self._backlog and self.mailbox.reserve():
-            self.pool.submit(self._backlog.popleft())

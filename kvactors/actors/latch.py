@@ -81,6 +81,7 @@ class SaveGate:
         self.pending = 0
         self.peak = 0
         self._lock = threading.Lock()
+        self._dead = False
         self._waiters: list[Latch] = []
 
     def add(self) -> None:
@@ -99,18 +100,19 @@ class SaveGate:
 
     def blocked(self) -> Latch | None:
         """None while at most `limit` tasks are unfinished, else a latch that opens when that holds again."""
-        if self.pending <= self.limit:
+        if self.pending <= self.limit or self._dead:
             return None
         with self._lock:
-            if self.pending <= self.limit:
+            if self.pending <= self.limit or self._dead:
                 return None
             latch = Latch()
             self._waiters.append(latch)
             return latch
 
     def release_all(self) -> None:
-        """Lets every waiter go: the engine is dead."""
+        """Lets every waiter go, for good: the engine is dead."""
         with self._lock:
+            self._dead = True
             waiters, self._waiters = self._waiters, []
         for latch in waiters:
             latch.open()

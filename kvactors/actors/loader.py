@@ -19,6 +19,8 @@ from kvactors.messages import Close, Kind, Open, PrepareGroup, Transfer, Transfe
 OPEN_BATCH = 1024
 """Most keys in one metadata call: converting its arguments holds the GIL."""
 
+CLOSE_TRIES = 3
+
 NO_ANSWER = frozenset(
     {
         Outcome.CALL_FAILED,
@@ -55,7 +57,12 @@ class Loader:
                 block_id = int(blocks.block_ids[index])
                 if block_id == NULL_BLOCK:
                     continue
-                key = c.table.remembered(request_id, index) or c.key(hashes[index])
+                remembered = c.table.remembered(request_id, index)
+                key = c.key(hashes[index]) if index < len(hashes) else remembered
+                if key is None:
+                    first = next(iter(c.ranges.layers))
+                    gs.state.fail(request_id, first, [(c.group_id, index)], "neither its hash nor a memory of its key is known")
+                    continue
                 loads.add(request_id, index, key, block_id)
         loads.seal()
         gs.loads = loads
@@ -68,12 +75,12 @@ class Loader:
         """Takes a share of the key's session; 1 if its answer must be awaited."""
         c = self._c
         session = c.table.gets.get(key)
+        if session is not None and session.state is not GetState.OPEN and session.held_by_lost_calls:
+            self._fail_key(gs, key, Outcome.LOST)  # it would only wait for the same call
+            return 0
         if session is not None and session.state in (GetState.CLOSING, GetState.EXPIRED):
             self._reopen.setdefault(key, []).append(gs)
             return 1
-        if session is not None and session.state is GetState.LOST:
-            self._fail_key(gs, key, Outcome.LOST)  # it would only wait for the same call
-            return 0
         session, is_new = c.table.acquire_get(key)
         gs.held.append(key)
         if is_new:
@@ -110,6 +117,8 @@ class Loader:
         touched: dict[int, GroupStep] = {}
         for session, outcome in zip(sessions, done.outcomes, strict=True):
             waiting = self._waiting.pop(session.key, [])
+            if session.state is not GetState.OPENING:
+                continue  # abandoned by a drain meanwhile
             if outcome is Outcome.OK:
                 session.opened_at, session.epoch = done.started_s, done.epoch
                 c.table.get(session, GetEvent.OPENED)
@@ -157,7 +166,7 @@ class Loader:
             else:
                 c.table.get(session, GetEvent.CLOSED)
         if closing:
-            c.submit(Close(reply=c.mailbox.post, priority=Priority.PUT_OPEN, group_id=c.group_id, sessions=closing))
+            self._close(closing)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -170,32 +179,35 @@ class Loader:
         for layer in layers:
             if layer in loads.started or layer not in c.ranges.layers:
                 continue
-            for request_id in [r for r, at in list(state.failed.items()) if at > layer]:
+            failed = dict(state.failed)
+            for request_id in [r for r, at in failed.items() if at > layer]:
                 blocks = [(c.group_id, loads.blocks[row]) for row in loads.rows_of_request(request_id)]
                 if blocks:  # skipped from here on, so it fails here already (I5)
                     state.fail(request_id, layer, blocks, "")
-            calls = loads.start(layer, state.failed)
+            calls = loads.start(layer, failed)
             task = state.loads[layer]
-            task.plan(c.group_id, len(calls))
-            for call in calls:
-                gs.inflight += 1
-                c.submit(
-                    Transfer(
-                        reply=c.mailbox.post,
-                        priority=priority,
-                        group_id=c.group_id,
-                        step=state.id,
-                        layer=layer,
-                        distance=layer,
-                        event=event,
-                        settled=partial(self._settled, gs, call, task),
-                        epoch=loads.epoch,
-                        kind=Kind.GET,
-                        call=call,
-                        object_bytes=c.ranges.object_bytes,
-                        oldest_s=float(loads.opened_at[call.rows].min()),
-                    )
+            jobs = [
+                Transfer(
+                    reply=c.mailbox.post,
+                    priority=priority,
+                    group_id=c.group_id,
+                    step=state.id,
+                    layer=layer,
+                    distance=layer,
+                    event=event,
+                    settled=partial(self._settled, gs, call, task),
+                    epoch=loads.epoch,
+                    kind=Kind.GET,
+                    call=call,
+                    object_bytes=c.ranges.object_bytes,
+                    oldest_s=float(loads.opened_at[call.rows].min()),
                 )
+                for call in calls
+            ]
+            task.plan(c.group_id, len(jobs))
+            gs.reads += len(jobs)
+            for job in jobs:
+                c.submit(job)
 
     def _settled(self, gs: GroupStep, call: RangeCall, task: LayerTask, outcomes: list[Outcome]) -> None:
         """On the thread that finished the call: failures are noted before the layer's latch may open."""
@@ -216,14 +228,17 @@ class Loader:
         c, loads = self._c, gs.loads
         assert loads is not None
         call = job.call
-        gs.inflight -= 1
+        gs.reads -= 1
         loads.returned(call, done.outcomes)
         loads.opened_at[call.rows] = job.oldest_s
         if Outcome.LOST in done.outcomes:
             self._lost[job] = gs
             c.fence(call, 1)
             for key in dict.fromkeys(call.batch.keys):
-                c.table.gets[key].refs += 1  # the call itself holds its sessions until it returns (I6)
+                session = c.table.gets.get(key)
+                if session is not None:  # the call itself holds its sessions until it returns (I6)
+                    session.refs += 1
+                    session.lost_refs += 1
         for key, outcome in zip(call.batch.keys, done.outcomes, strict=True):
             session = c.table.gets.get(key)
             expired = outcome in (Outcome.LEASE_EXPIRED, Outcome.STALE)
@@ -235,6 +250,10 @@ class Loader:
         gs = self._lost.pop(job, None)
         if gs is not None:
             self._c.fence(job.call, -1)
+            for key in dict.fromkeys(job.call.batch.keys):
+                session = self._c.table.gets.get(key)
+                if session is not None:
+                    session.lost_refs -= 1
             self._give_back(gs, dict.fromkeys(job.call.batch.keys))
 
     # -- letting go ----------------------------------------------------------------------------------------------------
@@ -242,7 +261,7 @@ class Loader:
     def may_release(self, gs: GroupStep) -> bool:
         return (
             not gs.released
-            and not gs.inflight
+            and not gs.reads
             and not gs.gets_awaited
             and (gs.ending or (gs.loads is not None and gs.loads.all_started))
         )
@@ -270,31 +289,62 @@ class Loader:
             if session is None:
                 continue
             session.refs -= 1
+            if session.state is GetState.EXPIRED and session.held_by_lost_calls:
+                self._fail_waiting(key)
             if session.refs <= 0 and session.state in (GetState.OPEN, GetState.EXPIRED):
                 c.table.get(session, GetEvent.CLOSE)
                 last.append(session)
         for lo in range(0, len(last), OPEN_BATCH):
             gs.closing += 1
-            part = last[lo : lo + OPEN_BATCH]
-            c.submit(
-                Close(reply=c.mailbox.post, priority=Priority.PUT_OPEN, group_id=c.group_id, step=gs.state.id, sessions=part)
-            )
+            self._close(last[lo : lo + OPEN_BATCH], gs.state.id)
+
+    def _close(self, sessions: list[GetSession], step: int = -1) -> None:
+        """Closes go with the loads: a later load of the key waits for them, and must not wait for saves."""
+        c = self._c
+        c.submit(Close(reply=c.mailbox.post, priority=Priority.DEMANDED, group_id=c.group_id, step=step, sessions=sessions))
+
+    def _fail_waiting(self, key: str) -> None:
+        """Whoever waits for the key to be opened again waits for a call that may never return."""
+        for gs in self._reopen.pop(key, []):
+            gs.gets_awaited -= 1
+            self._fail_key(gs, key, Outcome.LOST)
+
+    def stop_waiting(self, gs: GroupStep) -> None:
+        """The step is over: it opens nothing again."""
+        for key, waiting in list(self._reopen.items()):
+            gs.gets_awaited -= waiting.count(gs)
+            left = [w for w in waiting if w is not gs]
+            if left:
+                self._reopen[key] = left
+            else:
+                del self._reopen[key]
 
     def closed(self, sessions: Iterable[GetSession], done: TransferDone) -> None:
-        """A close came back; whatever it said, the store has no session any more. Opens again what is wanted by now."""
+        """A close came back. One that was not made, or raised, is tried again, bounded; then the lease ends the session.
+        Opens again what is wanted by now."""
         c = self._c
         fresh: list[GetSession] = []
+        again: list[GetSession] = []
         lost = Outcome.LOST in done.outcomes and not done.late
-        for session in sessions:
-            if session.state is (GetState.LOST if done.late else GetState.CLOSING):
-                c.table.get(session, GetEvent.LOST if lost else GetEvent.CLOSED)
+        for session, outcome in zip(sessions, done.outcomes, strict=True):
+            if session.state is not (GetState.LOST if done.late else GetState.CLOSING):
+                continue
+            if outcome in (Outcome.CALL_FAILED, Outcome.NOT_STARTED) and session.attempts < CLOSE_TRIES:
+                session.attempts += 1
+                again.append(session)
+                continue
+            c.table.get(session, GetEvent.LOST if lost else GetEvent.CLOSED)
             for gs in self._reopen.pop(session.key, []):
                 gs.gets_awaited -= 1
                 gs.gets_awaited += self._want(gs, session.key, fresh)
         self._open(fresh)
+        if again:
+            self._close(again)
 
     def drop(self, epoch: int) -> None:
         """The store lost its sessions of earlier epochs (I11)."""
         for session in list(self._c.table.gets.values()):
             if session.epoch < epoch and session.state is GetState.OPEN:
                 self._c.table.get(session, GetEvent.EXPIRE)
+                if session.held_by_lost_calls:
+                    self._fail_waiting(session.key)

@@ -7,6 +7,7 @@ wakes the loop only if its reader sleeps.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from typing import Generic, TypeVar
@@ -20,14 +21,13 @@ class Mailbox(Generic[M]):
     """One reader (an actor on the loop), any number of writers on any thread.
 
     Attributes:
-        limit: messages that may wait, replies not counted; `send` waits for room, `post` beyond it is a bug and raises.
-        reply_limit: replies that may be outstanding at once.
+        limit: messages that may wait, beside the replies whose slots were reserved; `send` waits for room, `post` beyond it
+            is a bug and raises.
     """
 
-    def __init__(self, name: str, limit: int = 1024, reply_limit: int = 4096) -> None:
+    def __init__(self, name: str, limit: int = 1024) -> None:
         self.name = name
         self.limit = limit
-        self.reply_limit = reply_limit
         self.peak = 0
         self._queue: deque[M] = deque()
         self._reserved = 0
@@ -49,8 +49,10 @@ class Mailbox(Generic[M]):
 
     def post(self, message: M) -> None:
         """Appends without waiting, from any thread: replies to a reserved slot, and a caller's own bounded messages."""
-        if len(self._queue) >= self.limit + self.reply_limit:
-            raise MailboxOverflowError(f"mailbox of {self.name}: more than {self.limit} + {self.reply_limit} messages wait")
+        if len(self._queue) >= self.limit + self._reserved:
+            raise MailboxOverflowError(
+                f"mailbox of {self.name}: more than {self.limit} messages wait, and {self._reserved} replies"
+            )
         self._queue.append(message)
         if self._sleeping:
             self._sleeping = False
@@ -67,12 +69,9 @@ class Mailbox(Generic[M]):
             await room
         self.post(message)
 
-    def reserve(self) -> bool:
-        """The reader reserves a slot for a reply that it is about to ask for; False while too many are outstanding."""
-        if self._reserved >= self.reply_limit:
-            return False
+    def reserve(self) -> None:
+        """The reader reserves a slot for a reply that it is about to ask for."""
         self._reserved += 1
-        return True
 
     def replied(self) -> None:
         """The reader took a reply out: its slot is free again."""
@@ -97,6 +96,14 @@ class Mailbox(Generic[M]):
                 room.set_result(None)
                 break
         return message
+
+    def take_all(self) -> list[M]:
+        """Everything that waits, for whoever answers in the place of a reader that is gone; any thread."""
+        taken: list[M] = []
+        while self._queue:
+            with contextlib.suppress(IndexError):
+                taken.append(self._queue.popleft())
+        return taken
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

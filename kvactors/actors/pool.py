@@ -3,20 +3,23 @@
 The pool decides (which job, is it still allowed, what does its answer mean); who runs the calls is an `Executor`: our own
 daemon threads live, simulated workers under a virtual clock. Workers take the next job themselves, so that the event loop
 is not on the way from one transfer to the next.
+
+Replies are posted under the pool's lock: whoever looks (`jobs_of`) sees a job, or finds its reply in the mailbox, and the
+answer of a lost call always stands before its late return.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import structlog
-
 from kvactors.actors.actor import Post
 from kvactors.actors.audit import AuditedStore
+from kvactors.actors.latch import Latch
+from kvactors.actors.log import get_logger
 from kvactors.core.clock import Clock
 from kvactors.core.config import EngineConfig
 from kvactors.core.observe import Observer, Span
@@ -25,7 +28,7 @@ from kvactors.core.store import Outcome, Store
 from kvactors.errors import StoreUnreachableError
 from kvactors.messages import Ask, Close, Commit, Job, Kind, Open, Revoke, StoreLost, Transfer, TransferDone
 
-log = structlog.get_logger("kvactors.pool")
+log = get_logger("kvactors.pool")
 
 
 class Worker:
@@ -71,20 +74,20 @@ class TransferPool:
         self._audit = audit
         self.epoch = 0
         self.lost_workers = 0
+        self.peak_running = 0
         self._config, self._clock, self._executor = config, clock, executor
         self._observer, self._on_store_lost = observer, on_store_lost
         self._lock = threading.Lock()
         self._queue: TransferQueue[Job] = TransferQueue()
         self._gated: dict[int, Job] = {}
         self._running: dict[Worker, tuple[Job, float]] = {}
+        self._late: dict[Worker, Job] = {}
         self._idle: list[Worker] = []
         self._missing = {False: 0, True: 0}
         """lost workers that were not replaced, by whether they take loads only"""
-        self._late: dict[Worker, Job] = {}
-        self._answering: dict[Worker, Job] = {}
         self._stopped = False
         self._timer: asyncio.TimerHandle | None = None
-        self.peak_running = 0
+        self._at_rest: Latch | None = None
 
     def start(self) -> None:
         workers = [Worker(f"worker-{i}", False) for i in range(self._config.workers)] + [Worker("worker-loads", True)]
@@ -95,14 +98,21 @@ class TransferPool:
     def submit(self, job: Job) -> None:
         """Queues a job, after its device event. Its reply comes exactly once, whatever happens to it, and in time: a job that
         no worker took within the step's deadline is answered, and so is a call that passes its own."""
-        event = job.event
         job.deadline_s = self._clock.now() + self._config.step_deadline_s
-        if event is None or event.fired():
+        event = job.event
+        if event is None:
             self._enqueue(job)
         else:
-            with self._lock:
-                self._gated[id(job)] = job
-            event.on_fire(partial(self._ungate, job))
+            try:
+                if event.fired():
+                    self._enqueue(job)
+                else:
+                    with self._lock:
+                        self._gated[id(job)] = job
+                    event.on_fire(partial(self._ungate, job))
+            except Exception as e:  # a device error: the work before the event may not have been done
+                log.warning("a device event raised", call=job.label, group=job.group_id, error=repr(e))
+                self._fail_gated(job)
         self._arm()
 
     def promote(self, step: int, layer: int) -> None:
@@ -110,23 +120,22 @@ class TransferPool:
         with self._lock:
             self._queue.promote(lambda j: j.step == step and j.layer == layer)
 
-    def cancel(self, step: int) -> None:
-        """Transfers of a step that did not start are answered `CANCELLED`."""
+    def cancel(self, step: int, group_id: int | None = None) -> None:
+        """Transfers of a step (of one group, or all) that did not start are answered `CANCELLED`."""
 
         def unwanted(job: Job) -> bool:
-            return job.step == step and isinstance(job, Transfer)
+            return job.step == step and isinstance(job, Transfer) and group_id in (None, job.group_id)
 
         with self._lock:
             jobs = self._queue.remove(unwanted)
-            gated = [key for key, job in self._gated.items() if unwanted(job)]
-            jobs += [self._gated.pop(key) for key in gated]
-        for job in jobs:
-            self._answer(job, Outcome.CANCELLED)
+            jobs += [self._gated.pop(key) for key, job in list(self._gated.items()) if unwanted(job)]
+            replies = [self._post(job, Outcome.CANCELLED) for job in jobs]
+        _settle(replies)
 
     def jobs_of(self, group_id: int) -> list[Job]:
         """Every job of a group that has not been answered."""
         with self._lock:
-            jobs = [*self._queue, *self._gated.values(), *(j for j, _ in self._running.values()), *self._answering.values()]
+            jobs = [*self._queue, *self._gated.values(), *(j for j, _ in self._running.values())]
         return [j for j in jobs if j.group_id == group_id]
 
     def lost_of(self, group_id: int) -> list[Job]:
@@ -134,17 +143,22 @@ class TransferPool:
         with self._lock:
             return [j for j in self._late.values() if j.group_id == group_id]
 
-    def stop(self) -> None:
-        """No job starts any more; queued ones are answered `CANCELLED`. Does not wait for calls under way."""
+    def stop(self) -> Latch:
+        """No job starts any more; queued ones are answered `CANCELLED`. The latch opens when no call is under way."""
+        at_rest = Latch()
         with self._lock:
             self._stopped = True
             jobs = self._queue.remove(lambda _: True) + list(self._gated.values())
             self._gated.clear()
+            replies = [self._post(job, Outcome.CANCELLED) for job in jobs]
+            self._at_rest = at_rest
+            if not self._running and not self._late:
+                at_rest.open()
+        _settle(replies)
         if self._timer is not None:
             self._timer.cancel()
         self._executor.stop()
-        for job in jobs:
-            self._answer(job, Outcome.CANCELLED)
+        return at_rest
 
     # -- on a worker ---------------------------------------------------------------------------------------------------
 
@@ -163,7 +177,7 @@ class TransferPool:
         return job
 
     def run(self, job: Job, worker: Worker) -> None:
-        """Makes the job's store call and answers it. Never raises, whatever the store does."""
+        """Makes the job's store call and answers it. Whatever the store raises becomes an outcome."""
         self.finish(worker, self.call(job))
 
     def call(self, job: Job) -> TransferDone:
@@ -174,20 +188,17 @@ class TransferPool:
 
     def finish(self, worker: Worker, done: TransferDone) -> None:
         """Answers a job whose call returned; the answer is late if the call had been given up."""
-        job = done.job
+        self._observe(worker, done)
+        self._note_store(done)
         with self._lock:
             done.late = self._running.pop(worker, None) is None
             if self._late.pop(worker, None) is not None and self._missing[worker.loads_only]:
                 self._missing[worker.loads_only] -= 1
                 worker.lost = False
-            self._answering[worker] = job
-        if self._observer is not None:
-            args = _span_args(job, done.outcomes)
-            self._observer.span(Span(worker.name, job.label, done.started_s, done.ended_s, args))
-        self._note_store(job, done.outcomes, done.epoch)
-        self._reply(job, done)
-        with self._lock:
-            del self._answering[worker]
+            _reply(done)
+            if self._at_rest is not None and not self._running and not self._late:
+                self._at_rest.open()
+        _settle([done])
 
     @property
     def stopped(self) -> bool:
@@ -196,17 +207,20 @@ class TransferPool:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _enqueue(self, job: Job) -> None:
-        worker: Worker | None = None
         with self._lock:
-            refused = self._stopped or not self._has_worker(job)
-            if not refused:
-                self._queue.push(job)
-                worker = next((w for w in self._idle if not w.loads_only or job.priority in LOADS_ONLY), None)
-                if worker is not None:
-                    self._idle.remove(worker)
-                    self._executor.wake(worker)
-        if refused:
-            self._answer(job, Outcome.CANCELLED if self._stopped else Outcome.NOT_STARTED)
+            refused = self._push(job)
+        _settle(refused)
+
+    def _push(self, job: Job) -> list[TransferDone]:
+        """Puts a job into the queue and wakes a worker, with the lock held. Returns a refused job's answer, to be settled."""
+        if self._stopped or not self._has_worker(job):
+            return [self._post(job, Outcome.CANCELLED if self._stopped else Outcome.NOT_STARTED)]
+        self._queue.push(job)
+        worker = next((w for w in self._idle if not w.loads_only or job.priority in LOADS_ONLY), None)
+        if worker is not None:
+            self._idle.remove(worker)
+            self._executor.wake(worker)
+        return []
 
     def _has_worker(self, job: Job) -> bool:
         general = self._config.workers > self._missing[False]
@@ -214,9 +228,14 @@ class TransferPool:
 
     def _ungate(self, job: Job) -> None:
         with self._lock:
-            waiting = self._gated.pop(id(job), None)
-        if waiting is not None:
-            self._enqueue(job)
+            refused = self._push(job) if self._gated.pop(id(job), None) is not None else []
+        _settle(refused)
+
+    def _fail_gated(self, job: Job) -> None:
+        with self._lock:
+            self._gated.pop(id(job), None)
+            done = self._post(job, Outcome.EVENT_LOST)
+        _settle([done])
 
     def _call(self, job: Job, epoch: int) -> tuple[list[Outcome], BaseException | None]:
         count = job.count
@@ -282,8 +301,19 @@ class TransferPool:
             return [gone.get(k, o) for k, o in zip(batch.keys, outcomes, strict=True)]
         return outcomes
 
-    def _note_store(self, job: Job, outcomes: list[Outcome], epoch: int) -> None:
+    def _observe(self, worker: Worker, done: TransferDone) -> None:
+        if self._observer is None:
+            return
+        job = done.job
+        try:
+            self._observer.span(Span(worker.name, job.label, done.started_s, done.ended_s, _span_args(job, done.outcomes)))
+        except Exception as e:
+            log.warning("the observer raised; it is not asked again", error=repr(e))
+            self._observer = None
+
+    def _note_store(self, done: TransferDone) -> None:
         """Unreachable, or a put that the store no longer knows, voids every open session (I11)."""
+        job, outcomes = done.job, done.outcomes
         if outcomes.count(Outcome.OK) == len(outcomes):
             return
         unreachable = Outcome.UNREACHABLE in outcomes
@@ -291,24 +321,19 @@ class TransferPool:
         if not unreachable and not (put and Outcome.NOT_FOUND in outcomes):
             return
         with self._lock:
-            first = self.epoch == epoch
+            first = self.epoch == done.epoch
             if first:
                 self.epoch += 1
         if first or unreachable:
             cause = f"{job.label} answered {'unreachable' if unreachable else 'not found'}"
             self._on_store_lost(StoreLost(self.epoch, unreachable, cause))
 
-    def _answer(self, job: Job, outcome: Outcome) -> None:
+    def _post(self, job: Job, outcome: Outcome) -> TransferDone:
+        """Posts the pool's own answer to a job, with the lock held; the caller settles it afterwards, without."""
         now = self._clock.now()
-        self._reply(job, TransferDone(job, [outcome] * job.count, now, now, self.epoch))
-
-    def _reply(self, job: Job, done: TransferDone) -> None:
-        """Reply first, latches last: whoever a latch wakes finds the reply already on its way."""
-        try:
-            job.reply(done)
-        finally:
-            if job.settled is not None and not done.late:
-                job.settled(done.outcomes)
+        done = TransferDone(job, [outcome] * job.count, now, now, self.epoch)
+        _reply(done)
+        return done
 
     # -- deadlines -----------------------------------------------------------------------------------------------------
 
@@ -318,45 +343,53 @@ class TransferPool:
             self._timer = asyncio.get_running_loop().call_later(wait, self._check)
 
     def _check(self) -> None:
-        """Answers for jobs past their deadline; comes back when the next one can be."""
+        """Answers for jobs past their deadline, and replaces lost workers; comes back when the next one can be due."""
         self._timer = None
         now, limit = self._clock.now(), self._config.call_deadline_s
+        replies: list[TransferDone] = []
+        fresh: list[tuple[Worker, Worker]] = []
         with self._lock:
-            expired = [(w, j) for w, (j, start) in self._running.items() if now >= start + limit]
-            for worker, job in expired:
+            for worker, job in [(w, j) for w, (j, start) in self._running.items() if now >= start + limit]:
+                replies.append(self._post(job, Outcome.LOST))
                 del self._running[worker]
                 self._late[worker] = job
                 worker.lost = True
                 self.lost_workers += 1
-            unfired = [self._gated.pop(key) for key, job in list(self._gated.items()) if now >= job.deadline_s]
-            stuck = self._queue.remove(lambda j: now >= j.deadline_s)
+                if len(self._late) > self._config.max_lost_workers:
+                    self._missing[worker.loads_only] += 1
+                else:
+                    fresh.append((worker, Worker(f"{worker.name.split('~')[0]}~{self.lost_workers}", worker.loads_only)))
+            for key, job in list(self._gated.items()):
+                if now >= job.deadline_s:
+                    del self._gated[key]
+                    replies.append(self._post(job, Outcome.EVENT_LOST))
+            stuck = self._queue.remove(lambda j: now >= j.deadline_s or not self._has_worker(j))
+            replies += [self._post(job, Outcome.NOT_STARTED) for job in stuck]
             dues = [start + limit for _, start in self._running.values()]
             dues += [j.deadline_s for j in self._gated.values()] + [j.deadline_s for j in self._queue]
-        for worker, job in expired:
-            log.warning("store call passed its deadline; its worker is lost", call=job.label, worker=worker.name, after_s=limit)
-            self._replace(worker)
-            self._answer(job, Outcome.LOST)
-        for job in unfired:
-            self._answer(job, Outcome.EVENT_LOST)
-        for job in stuck:
-            self._answer(job, Outcome.NOT_STARTED)
+        for lost, worker in fresh:
+            self._executor.replace(lost, worker)
+        for done in replies:
+            log.warning("a transfer passed its deadline", call=done.job.label, answer=done.outcomes[0].value, after_s=limit)
+        _settle(replies)
         if dues and not self._stopped and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, min(dues) - now), self._check)
 
-    def _replace(self, lost: Worker) -> None:
-        """Starts a worker in place of a lost one, while not too many are lost at a time; a lost one may come back."""
-        fresh: Worker | None = None
-        stranded: list[Job] = []
-        with self._lock:
-            if len(self._late) > self._config.max_lost_workers:
-                self._missing[lost.loads_only] += 1
-                stranded = self._queue.remove(lambda job: not self._has_worker(job))
-            else:
-                fresh = Worker(f"{lost.name.split('~')[0]}~{self.lost_workers}", lost.loads_only)
-        if fresh is not None:
-            self._executor.replace(lost, fresh)
-        for job in stranded:
-            self._answer(job, Outcome.NOT_STARTED)
+
+def _reply(done: TransferDone) -> None:
+    """Puts an answer into its mailbox. A worker outlives a mailbox that refuses."""
+    try:
+        done.job.reply(done)
+    except Exception as e:
+        log.error("a reply could not be posted", call=done.job.label, error=repr(e))
+
+
+def _settle(replies: list[TransferDone]) -> None:
+    """After the reply: uncounts tasks and opens latches; whoever one wakes finds the reply already on its way."""
+    for done in replies:
+        settled: Callable[[list[Outcome]], None] | None = done.job.settled
+        if settled is not None and not done.late:
+            settled(done.outcomes)
 
 
 def _span_args(job: Job, outcomes: list[Outcome]) -> dict[str, Any]:

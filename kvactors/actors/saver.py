@@ -31,6 +31,16 @@ class RetryOpens:
         self.step = step
 
 
+class RetryCleanUp:
+    """Timer to itself: revoke again what an open that raised may have opened."""
+
+    __slots__ = ("sessions", "step")
+
+    def __init__(self, step: int, sessions: Sequence[PutSession]) -> None:
+        self.step = step
+        self.sessions = sessions
+
+
 class RetryRevokes:
     """Timer to itself: revoke again."""
 
@@ -97,25 +107,29 @@ class Saver:
         answer = job.result
         if done.outcomes[0] is not Outcome.OK or not isinstance(answer, list) or len(answer) != len(sessions):
             gs.error = gs.error or f"readable: {done.error or done.outcomes[0].value}"
-            self._refuse(gs, sessions, "readable failed")
+            self._refuse(gs, [s for s in sessions if s.state is PutState.OPENING], "readable failed")
             return
         wanted: list[PutSession] = []
         for s, exists in zip(sessions, answer, strict=True):
+            if s.state is not PutState.OPENING:
+                continue  # abandoned by a drain meanwhile
             if exists:
                 c.stats.skipped_existing += 1
                 self._refuse(gs, [s], "readable already")
-                if s.life == c.table.lives.get(s.owner.request_id, 0):
-                    c.table.remember(s.owner.request_id, s.owner.block_index, s.key)
+                s.memory[s.owner.block_index] = s.key
             else:
                 wanted.append(s)
         if wanted and (gs.ending or gs.error):
             self._refuse(gs, wanted, "the step ended before it was opened")
         elif wanted:
-            gs.puts_awaited += 1
             self._open(gs, wanted)
 
-    def _open(self, gs: GroupStep, sessions: Sequence[PutSession]) -> None:
+    def _open(self, gs: GroupStep, sessions: Sequence[PutSession], background: bool = False) -> None:
         c = self._c
+        if background:
+            gs.opening += 1
+        else:
+            gs.puts_awaited += 1
         for s in sessions:
             s.attempts += 1
         c.submit(
@@ -127,15 +141,16 @@ class Saver:
                 kind=Kind.PUT,
                 sessions=sessions,
                 object_bytes=c.ranges.object_bytes,
+                background=background,
             )
         )
 
-    def opened(self, gs: GroupStep, sessions: Sequence[PutSession], done: TransferDone) -> None:
+    def opened(self, gs: GroupStep, sessions: Sequence[PutSession], done: TransferDone, background: bool) -> None:
         """An open came back. What found no space is opened again, once at once (eviction may have been immediate)."""
         c = self._c
         again: list[PutSession] = []
         fresh: list[PutSession] = []
-        background = gs.prepared
+        unknown: list[PutSession] = []
         for s, outcome in zip(sessions, done.outcomes, strict=True):
             if s.state is not PutState.OPENING:
                 continue  # abandoned by a drain meanwhile
@@ -149,10 +164,11 @@ class Saver:
                 gs.block_of.pop(s, None)
                 c.table.put(s, PutEvent.LOST, "put open did not return")
             elif outcome in NO_ANSWER:
-                self._clean_up(s, outcome)
+                unknown.append(s)
             else:
                 self._refuse(gs, [s], outcome.value)
         self._admit(gs, fresh)
+        self._clean_up(gs.state.id, unknown)
         if background:
             gs.opening -= 1
         else:
@@ -182,7 +198,6 @@ class Saver:
             return
         c = self._c
         if not background and all(s.attempts < 2 for s in sessions):
-            gs.puts_awaited += 1
             self._open(gs, sessions)
             return
         attempt = sessions[0].attempts - 2
@@ -195,8 +210,7 @@ class Saver:
     def retry_opens(self, gs: GroupStep) -> None:
         sessions, gs.retries = gs.retries, []
         if sessions:
-            gs.opening += 1
-            self._open(gs, sessions)
+            self._open(gs, sessions, background=True)
 
     def _refuse(self, gs: GroupStep, sessions: Iterable[PutSession], cause: str) -> None:
         c = self._c
@@ -208,42 +222,51 @@ class Saver:
                 c.stats.skipped_existing += 1
             c.table.put(s, PutEvent.REFUSED, cause)
 
-    def _clean_up(self, session: PutSession, outcome: Outcome) -> None:
-        """The open raised: whether the store has a session is unknown. Nobody else may write the key until a revoke said so."""
+    def _clean_up(self, step: int, sessions: Sequence[PutSession]) -> None:
+        """The open raised: whether the store has the sessions is unknown. Nobody may write the keys until a revoke said so."""
         c = self._c
+        if not sessions:
+            return
+        for s in sessions:
+            c.table.record(*s.owner, "put opening: the open failed; revoking whatever the store opened")
         c.submit(
             Ask(
-                reply=partial(self._post_cleaned, session),
+                reply=partial(self._post_cleaned, list(sessions)),
                 priority=Priority.COMMIT,
                 group_id=c.group_id,
-                step=session.step,
-                run=partial(_put_revoke, [session.key]),
+                step=step,
+                run=partial(_put_revoke, [s.key for s in sessions]),
             )
         )
-        c.table.record(*session.owner, f"put opening ({outcome.value}): revoking whatever the store opened")
 
-    def _post_cleaned(self, session: PutSession, done: TransferDone) -> None:
-        self._c.mailbox.post(Cleaned(session, done))
+    def _post_cleaned(self, sessions: list[PutSession], done: TransferDone) -> None:
+        self._c.mailbox.post(Cleaned(sessions, done))
 
-    def cleaned(self, gs: GroupStep | None, session: PutSession, done: TransferDone) -> None:
+    def cleaned(self, gs: GroupStep, sessions: Sequence[PutSession], done: TransferDone) -> None:
         """The revoke after an open that raised: fine if the store had the session or had none; else tried again, bounded."""
-        if gs is None or session.state is not PutState.OPENING:
-            return
-        outcome = done.outcomes[0]
-        if outcome is Outcome.OK:
-            match done.job.result if isinstance(done.job, Ask) else None:
-                case [Outcome() as answer]:
-                    outcome = answer
-                case _:
-                    outcome = Outcome.CALL_FAILED
-        if outcome in (Outcome.OK, Outcome.INVALID, Outcome.NOT_FOUND):
-            self._refuse(gs, [session], "put open failed")
-        elif session.attempts <= len(REVOKE_RETRY_S) and outcome is not Outcome.LOST:
-            session.attempts += 1
-            self._clean_up(session, outcome)
-        else:
-            gs.block_of.pop(session, None)
-            self._c.table.put(session, PutEvent.LOST, f"put open failed, and so did its revoke: {outcome.value}")
+        answers = [done.outcomes[0]] * len(sessions)
+        if done.outcomes[0] is Outcome.OK:
+            result = done.job.result if isinstance(done.job, Ask) else None
+            whole = isinstance(result, list) and len(result) == len(sessions)
+            answers = result if whole and isinstance(result, list) else [Outcome.CALL_FAILED] * len(sessions)
+        again: list[PutSession] = []
+        for s, outcome in zip(sessions, answers, strict=True):
+            if s.state is not PutState.OPENING:
+                continue
+            if outcome in (Outcome.OK, Outcome.INVALID, Outcome.NOT_FOUND):
+                self._refuse(gs, [s], "put open failed")
+            elif s.attempts <= len(REVOKE_RETRY_S) and outcome not in (Outcome.LOST, Outcome.UNREACHABLE):
+                s.attempts += 1
+                again.append(s)
+            else:
+                gs.block_of.pop(s, None)
+                self._c.table.put(s, PutEvent.LOST, f"put open failed, and so did its revoke: {outcome.value}")
+        if again:
+            wait = REVOKE_RETRY_S[min(again[0].attempts - 1, len(REVOKE_RETRY_S) - 1)]
+            self._c.later(wait, RetryCleanUp(gs.state.id, again))
+
+    def retry_clean_up(self, message: RetryCleanUp) -> None:
+        self._clean_up(message.step, [s for s in message.sessions if s.state is PutState.OPENING])
 
     def late_open(self, sessions: Sequence[PutSession], done: TransferDone) -> None:
         """A put open that was given up has returned: whatever it opened is revoked; the keys stay abandoned."""
@@ -269,11 +292,10 @@ class Saver:
         if state.failed:
             saves.kill_where(state.failed, "a load of its request failed")
         calls = saves.signal(message.layer)
-        task.plan(c.group_id, len(calls))
+        jobs: list[Transfer] = []
         for call in calls:
-            gs.inflight += 1
             sessions = [saves.sessions[row] for row in call.rows.tolist()]
-            c.submit(
+            jobs.append(
                 Transfer(
                     reply=c.mailbox.post,
                     priority=Priority.SAVE,
@@ -289,6 +311,10 @@ class Saver:
                     oldest_s=min(s.opened_at for s in sessions),
                 )
             )
+        task.plan(c.group_id, len(jobs))
+        gs.writes += len(jobs)
+        for job in jobs:
+            c.submit(job)
         if not calls:
             self.settle(gs)
 
@@ -298,7 +324,7 @@ class Saver:
         assert saves is not None
         if done.late:
             return
-        gs.inflight -= 1
+        gs.writes -= 1
         saves.returned(job.call, done.outcomes)
         if Outcome.LOST in done.outcomes:
             for row in job.call.rows.tolist():
@@ -447,10 +473,10 @@ class ReadableDone:
 class Cleaned:
     """The revoke after an open that raised has returned."""
 
-    __slots__ = ("done", "session")
+    __slots__ = ("done", "sessions")
 
-    def __init__(self, session: PutSession, done: TransferDone) -> None:
-        self.session = session
+    def __init__(self, sessions: list[PutSession], done: TransferDone) -> None:
+        self.sessions = sessions
         self.done = done
 
 

@@ -6,6 +6,7 @@ layer opens; so whoever acts on a later `LayerReady` sees them (I5, I12).
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -69,7 +70,7 @@ class StepState:
     Attributes:
         id: monotonic number; messages name the step by it.
         requests: request id -> what was asked for it, bad requests left out.
-        problems: request id -> why it was left out.
+        problems: request id -> why it was left out; if it was to load anything, its load has failed (I5).
         load_groups, save_groups: groups that have something to load, to save.
         load_layers: stage layers with loads, ascending; the prefetch distance counts these.
         save_layers: stage layers on which something may be saved.
@@ -85,6 +86,7 @@ class StepState:
         id: int,
         requests: Mapping[str, StepRequest],
         problems: Mapping[str, str],
+        rejected_loads: Iterable[str],
         group_layers: Mapping[int, Sequence[int]],
         block_tokens: Mapping[int, int],
         *,
@@ -114,9 +116,11 @@ class StepState:
         self.aborted = False
         self.closed = False
         self.window_sent = 0
+        self.prepare_timer: asyncio.TimerHandle | None = None
         self._lock = threading.Lock()
-        self._broken: dict[str, set[tuple[int, int]]] = {}
-        self._reasons: dict[str, str] = {}
+        self._broken: dict[str, set[tuple[int, int]]] = {r: set() for r in rejected_loads}
+        self._reasons: dict[str, str] = {r: problems[r] for r in rejected_loads}
+        self.failed.update(dict.fromkeys(rejected_loads, 0))
         self.fenced: set[tuple[int, int]] = set()
         """(group id, local block id) of destinations that a store call may still write."""
 
@@ -165,9 +169,12 @@ class StepState:
         with self._lock:
             broken = {r: set(b) for r, b in self._broken.items()}
             layers, reasons = dict(self.failed), dict(self._reasons)
-        return {r: self._failed_load(self.requests[r], layers[r], blocks, reasons[r]) for r, blocks in broken.items()}
+        return {r: self._failed_load(r, layers[r], blocks, reasons[r]) for r, blocks in broken.items()}
 
-    def _failed_load(self, request: StepRequest, layer: int, broken: set[tuple[int, int]], reason: str) -> FailedLoad:
+    def _failed_load(self, request_id: str, layer: int, broken: set[tuple[int, int]], reason: str) -> FailedLoad:
+        request = self.requests.get(request_id)
+        if request is None:
+            return FailedLoad(request_id, layer, 0, {}, reason)
         tokens = self._block_tokens
         spans = [(i * tokens[g], (i + 1) * tokens[g]) for g, i in broken]
         blocks: dict[int, tuple[int, ...]] = {}

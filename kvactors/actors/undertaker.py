@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import structlog
-
 from kvactors.actors.actor import Actor
-from kvactors.actors.group import GroupActor
+from kvactors.actors.group import AbandonNow, GroupActor
+from kvactors.actors.log import get_logger
+from kvactors.actors.saver import Cleaned, ReadableDone
 from kvactors.actors.step_state import StepState
 from kvactors.core.queue import Priority
 from kvactors.core.sessions import GetEvent, GetSession, GetState, PutEvent, PutSession, PutState
@@ -35,12 +35,11 @@ from kvactors.messages import (
     PrepareFailed,
     PrepareGroup,
     Revoke,
-    Rollback,
     Transfer,
     TransferDone,
 )
 
-log = structlog.get_logger("kvactors.undertaker")
+log = get_logger("kvactors.undertaker")
 
 
 class Undertaker(Actor):
@@ -62,22 +61,27 @@ class Undertaker(Actor):
         for step in self._unprepared:
             self._c.upward(PrepareFailed(step, self._c.group_id, self._reason))
         for step in self._steps:
-            self._c.pool.cancel(step)
+            self._c.pool.cancel(step, self._c.group_id)
             state = self._states.get(step)
             if state is not None:
                 state.forgo(self._c.group_id, self._reason)
-        await self.handle(self._current)
+        await self.handle(self._current)  # its slot, if it was a reply, was freed by the crashed actor or is lost with it
 
     async def handle(self, message: Any) -> None:
         c = self._c
         match message:
             case TransferDone():
+                if not message.late:
+                    self.mailbox.replied()
                 self._done(message)
+            case ReadableDone() | Cleaned():
+                if not message.done.late:
+                    self.mailbox.replied()
             case PrepareGroup():
                 c.upward(PrepareFailed(message.step, c.group_id, self._reason))
                 self._steps.add(message.step)
-            case EndGroup() | Rollback() | LayerReady() | LayerWanted():
-                if isinstance(message, EndGroup | Rollback):
+            case EndGroup() | LayerReady() | LayerWanted():
+                if isinstance(message, EndGroup):
                     self._steps.add(message.step)
                 state = self._states.get(message.step)
                 if state is not None:
@@ -85,7 +89,9 @@ class Undertaker(Actor):
             case ForgetRequest():
                 c.table.forget(message.request_id)
             case Abandon():
-                self._abandon()
+                self._abandon(self._c.table.left())
+            case AbandonNow():
+                self._abandon(message.left)
             case _:
                 pass  # signals of steps that pass through, timers and questions of the crashed actor
         self._sweep()
@@ -139,7 +145,8 @@ class Undertaker(Actor):
         for session in sessions:
             c.table.get(session, GetEvent.CLOSE)
         if sessions:
-            c.pool.submit(Close(reply=self.mailbox.post, priority=Priority.PUT_OPEN, group_id=c.group_id, sessions=sessions))
+            self.mailbox.reserve()
+            c.pool.submit(Close(reply=self.mailbox.post, priority=Priority.DEMANDED, group_id=c.group_id, sessions=sessions))
 
     def _sweep(self) -> None:
         """Ends what no call holds any more, and reports the steps that have come to rest."""
@@ -150,6 +157,7 @@ class Undertaker(Actor):
         for put in revoke:
             c.table.put(put, PutEvent.REVOKE, self._reason)
         if revoke:
+            self.mailbox.reserve()
             c.pool.submit(
                 Revoke(
                     reply=self.mailbox.post,
@@ -172,8 +180,7 @@ class Undertaker(Actor):
             c.upward(GroupEnded(step, c.group_id))
             c.upward(GroupCommitted(step, c.group_id))
 
-    def _abandon(self) -> None:
-        left = self._c.table.left()
+    def _abandon(self, left: list[str]) -> None:
         self._c.table.abandon_all("the drain's deadline passed")
         self._c.upward(Drained(self._c.group_id, left))
 

@@ -2,41 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from kvactors.core.layout import KVLayout
-from kvactors.core.steps import GroupBlocks, StepRequest
+from kvactors.core.steps import NULL_BLOCK, GroupBlocks, StepRequest
+
+MOST_BLOCK_ID = (1 << 31) - 1
 
 
 def problem_of(request: StepRequest, layout: KVLayout, hash_tokens: int) -> str:
     """Why a request cannot take part in a step; empty if it can."""
+    given: Any = request  # whatever the annotations say
+    if not isinstance(given.request_id, str):
+        return f"request_id is {given.request_id!r}, not a string"
+    at = given.restarted_at
+    if at is not None and (not isinstance(at, int) or isinstance(at, bool) or at < 0):
+        return f"restarted_at is {at!r}; give tokens, or None"
+    problem = hashes_problem(request.hashes)
+    if problem:
+        return problem
+    if not isinstance(given.groups, Mapping):
+        return f"groups is {given.groups!r:.60}, not a mapping of group id to GroupBlocks"
     known = {g.id: g for g in layout.groups}
-    for group_id, blocks in request.groups.items():
+    for group_id, blocks in given.groups.items():
         if group_id not in known:
             return f"group {group_id} does not exist; the layout has {sorted(known)}"
+        if not isinstance(blocks, GroupBlocks):
+            return f"group {group_id}: {blocks!r:.60} is no GroupBlocks"
         hashed = len(request.hashes) * hash_tokens // known[group_id].block_tokens
-        for what, indices in (("load", blocks.load), ("save", blocks.save)):
-            problem = _list_problem(what, indices, blocks, hashed)
-            if problem:
-                return f"group {group_id}: {problem}"
+        by_memory = not len(request.hashes)
+        problem = _list_problem("load", blocks.load, blocks, None if by_memory else hashed)
+        problem = problem or _list_problem("save", blocks.save, blocks, hashed)
+        if problem:
+            return f"group {group_id}: {problem}"
     return ""
 
 
-def _list_problem(what: str, indices: Sequence[int], blocks: GroupBlocks, hashed: int) -> str:
+def hashes_problem(hashes: Any) -> str:
+    """Why these are no block hashes; empty if they are."""
+    if isinstance(hashes, str | bytes) or not isinstance(hashes, Sequence):
+        return f"hashes is {hashes!r:.60}; give a sequence of bytes, one per hash unit"
+    wrong = {type(h).__name__ for h in hashes} - {"bytes"} if set(map(type, hashes)) != {bytes} else set()
+    return f"hashes holds {', '.join(sorted(wrong))}; every block hash is bytes" if wrong else ""
+
+
+def _list_problem(what: str, indices: Any, blocks: GroupBlocks, hashed: int | None) -> str:
+    """`hashed`: how many blocks the hashes cover; None = the keys come from the engine's memory of the request."""
+    if isinstance(indices, str | bytes) or not hasattr(indices, "__len__"):
+        return f"the {what} list is {indices!r:.60}; give block indices"
     if not len(indices):
         return ""
-    array = np.asarray(indices)
-    if array.dtype.kind not in "iu" or array.ndim != 1:
+    array = _whole_numbers(indices)
+    if array is None:
         return f"the {what} list holds something else than block indices"
     low, high = int(array.min()), int(array.max())
     if low < 0:
         return f"{what} of block {low}: block indices start at 0"
     if high >= len(blocks.block_ids):
         return f"{what} of block {high}, but there are only {len(blocks.block_ids)} block ids"
-    if high >= hashed:
+    if hashed is not None and high >= hashed:
         return f"{what} of block {high}, but the hashes cover only {hashed} blocks"
     if len(np.unique(array)) != len(array):
         return f"the {what} list names a block twice"
+    ids = _whole_numbers([blocks.block_ids[i] for i in indices])
+    if ids is None:
+        return f"the {what} list names a block whose local id is no whole number"
+    if int(ids.min()) < NULL_BLOCK or int(ids.max()) > MOST_BLOCK_ID:
+        bad = next(int(i) for i in ids if not NULL_BLOCK <= i <= MOST_BLOCK_ID)
+        return f"the {what} list names local block {bad}; ids start at 0, and {NULL_BLOCK} stands for no block"
     return ""
+
+
+def _whole_numbers(values: Any) -> np.ndarray[Any, Any] | None:
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError):
+        return None
+    return array if array.ndim == 1 and array.dtype.kind in "iu" else None

@@ -6,6 +6,14 @@ from dataclasses import dataclass, fields
 
 from kvactors.errors import ConfigError
 
+MOST_S = 1e8
+"""Longest deadline, seconds: three years; a timer cannot be set for much longer."""
+
+
+def seconds(value: object) -> bool:
+    """Whether a value is a usable number of seconds."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MOST_S
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -14,7 +22,7 @@ class EngineConfig:
     Attributes:
         prefetch_layers: how many layers with loads may be read ahead of the compute; 0 = only on demand.
         max_pending_saves: save tasks (all saves of one layer) that may be unfinished when `checkpoint` returns.
-        max_transfer_blocks: most keys in one store call; 0 = no limit but `max_ranges`.
+        max_transfer_blocks: most keys in one store call; 0 = as many as the most ranges in a call allow.
         max_transfer_bytes: most bytes in one store call; a bigger range is split; 0 = no limit.
         workers: general transfer workers; one more takes loads only.
         call_deadline_s: a store call that takes longer marks its worker lost.
@@ -44,7 +52,10 @@ class EngineConfig:
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name.endswith("_s"):
-                if not value > 0:
-                    raise ConfigError(f"EngineConfig.{f.name} = {value!r}: must be more than 0 seconds")
-            elif f.name not in ("strict", "audit") and (not isinstance(value, int) or value < least.get(f.name, 0)):
+                if not seconds(value):
+                    raise ConfigError(f"EngineConfig.{f.name} = {value!r}: must be a number of seconds, more than 0")
+            elif f.name in ("strict", "audit"):
+                if not isinstance(value, bool):
+                    raise ConfigError(f"EngineConfig.{f.name} = {value!r}: must be True or False")
+            elif not isinstance(value, int) or isinstance(value, bool) or value < least.get(f.name, 0):
                 raise ConfigError(f"EngineConfig.{f.name} = {value!r}: must be a whole number >= {least.get(f.name, 0)}")

@@ -23,8 +23,9 @@ read it, closed with its last owner) is shorter:
 
 `closing` exists because ONE end of a get session drops it for everyone in the client: a key is not opened again before
 its close has returned. A get whose open or close did not return is `lost`: whether the store has the session is unknown, so
-the key is not opened until the call returned (loads of it fail at once); then the session is closed. All legal transitions stand in `PUT_TRANSITIONS` and `GET_TRANSITIONS`; anything else raises
-`SessionError`. Source: the session rules of the store contract (docs/design/store-contract.md).
+the key is not opened until the call returned (loads of it fail at once); then the session is closed. All legal transitions
+stand in `PUT_TRANSITIONS` and `GET_TRANSITIONS`; anything else raises `SessionError`.
+Source: the session rules of the store contract (docs/design/store-contract.md).
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ class PutSession:
     key: str
     owner: Owner
     step: int
-    life: int
+    memory: dict[int, str]
+    """the request's memory of committed keys in this life of its id; forgotten with it"""
     state: PutState = PutState.OPENING
     opened_at: float = 0.0
     epoch: int = 0
@@ -148,8 +150,16 @@ class GetSession:
     key: str
     state: GetState = GetState.OPENING
     refs: int = 0
+    lost_refs: int = 0
+    """owners that are store calls past their deadline: they give up the session when they return, if ever"""
+    attempts: int = 0
     opened_at: float = 0.0
     epoch: int = 0
+
+    @property
+    def held_by_lost_calls(self) -> bool:
+        """Whether nobody but calls past their deadline holds it."""
+        return self.state is GetState.LOST or 0 < self.refs == self.lost_refs
 
 
 Record = Callable[[str, int, int, str], None]
@@ -169,7 +179,7 @@ class SessionTable:
         writing: key -> its one writer (I10); the same sessions as `puts`.
         gets: key -> the shared get session, until closed.
         memory: request id -> block index -> key, for keys known to be committed.
-        unusable: keys that were poisoned or abandoned; never opened again.
+        poisoned, abandoned: keys that are never opened again.
     """
 
     group_id: int
@@ -179,14 +189,13 @@ class SessionTable:
     writing: dict[str, PutSession] = field(default_factory=dict)
     gets: dict[str, GetSession] = field(default_factory=dict)
     memory: dict[str, dict[int, str]] = field(default_factory=dict)
-    lives: dict[str, int] = field(default_factory=dict)
     poisoned: set[str] = field(default_factory=set)
     abandoned: set[str] = field(default_factory=set)
 
     @property
     def idle(self) -> bool:
-        """Whether every session has reached its end."""
-        return not self.puts and not self.gets
+        """Whether every session has reached its end, less those that only a call which does not return still holds."""
+        return not self.puts and all(g.held_by_lost_calls for g in self.gets.values())
 
     # -- puts --------------------------------------------------------------------------------------------------------
 
@@ -197,7 +206,7 @@ class SessionTable:
     def begin_put(self, key: str, owner: Owner, step: int) -> PutSession:
         if not self.may_open(key) or owner in self.puts:
             raise SessionError(f"{owner}: key {key} already has a writer, or is unusable in this process (I10)")
-        session = PutSession(key, owner, step, self.lives.get(owner.request_id, 0))
+        session = PutSession(key, owner, step, self.memory.setdefault(owner.request_id, {}))
         self.puts[owner] = session
         self.writing[key] = session
         return session
@@ -236,8 +245,7 @@ class SessionTable:
         del self.writing[session.key]
         if after is PutState.COMMITTED:
             stats.put_committed += 1
-            if session.life == self.lives.get(owner.request_id, 0):
-                self.remember(owner.request_id, owner.block_index, session.key)
+            session.memory[owner.block_index] = session.key
         elif after is PutState.REVOKED:
             stats.put_revoked += 1
         elif after is PutState.REFUSED:
@@ -305,17 +313,10 @@ class SessionTable:
 
     # -- memory of committed keys ------------------------------------------------------------------------------------
 
-    def remember(self, request_id: str, block_index: int, key: str) -> None:
-        self.memory.setdefault(request_id, {})[block_index] = key
-
     def remembered(self, request_id: str, block_index: int) -> str | None:
         known = self.memory.get(request_id)
         return None if known is None else known.get(block_index)
 
     def forget(self, request_id: str) -> None:
-        """Ends this life of a request id: its memory goes, and commits still under way will not be remembered."""
+        """Ends this life of a request id: its memory goes; commits still under way note their keys in what nobody reads."""
         self.memory.pop(request_id, None)
-        if any(o.request_id == request_id for o in self.puts):
-            self.lives[request_id] = self.lives.get(request_id, 0) + 1
-        else:
-            self.lives.pop(request_id, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvactors.core.reachability import Reachability
-from kvactors.core.steps import FailedLoad, StepRequest
+from kvactors.core.steps import NULL_BLOCK, FailedLoad, StepRequest
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Taints:
             return False
         for group, needed in zip(self.reachability.groups, self.reachability.load_mask(at), strict=True):
             blocks = request.groups.get(group.id)
-            loaded = set() if blocks is None else set(blocks.load)
+            loaded = set() if blocks is None else {i for i in blocks.load if blocks.block_ids[i] != NULL_BLOCK}
             start = first // group.block_tokens
             if any(needed[i] and i not in loaded for i in range(start, len(needed))):
                 return False

@@ -9,23 +9,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import anyio
-import structlog
 
 from kvactors.actors.audit import AuditedStore
 from kvactors.actors.coordinator import Coordinator
 from kvactors.actors.group import GroupActor
 from kvactors.actors.latch import Latch, SaveGate
+from kvactors.actors.log import get_logger
 from kvactors.actors.pool import Executor, TransferPool
 from kvactors.actors.step_state import StepState
 from kvactors.actors.threads import WorkerThreads
 from kvactors.actors.undertaker import Undertaker
-from kvactors.core.admission import problem_of
+from kvactors.core.admission import hashes_problem, problem_of
 from kvactors.core.clock import Clock
-from kvactors.core.config import EngineConfig
+from kvactors.core.config import EngineConfig, seconds
 from kvactors.core.events import DeviceEvent, Devices
 from kvactors.core.layout import KVLayout, finest_hash_tokens
 from kvactors.core.lookup import KeySpace
@@ -41,7 +41,7 @@ from kvactors.core.taint import Taints
 from kvactors.devices import CpuDevices, MonotonicClock
 from kvactors.engine.driver import StepDriver
 from kvactors.engine.steps import Step
-from kvactors.errors import DrainTimeout, EngineDeadError, StepError
+from kvactors.errors import ConfigError, DrainTimeout, EngineClosedError, EngineDeadError, EngineError, StepError
 from kvactors.messages import (
     BeginStep,
     Drain,
@@ -53,9 +53,12 @@ from kvactors.messages import (
     ReleaseRequest,
 )
 
-log = structlog.get_logger("kvactors.engine")
+log = get_logger("kvactors.engine")
 
 T = TypeVar("T")
+
+CLOSE_GRACE_S = 1.0
+"""How long `close` waits for store calls under way."""
 
 
 class Engine:
@@ -70,7 +73,8 @@ class Engine:
         hookless_layers: stage layers that never get a `layer_ready`; the end of the step stands for it.
         hash_tokens: tokens per fine hash; by default the greatest common divisor of the groups' block sizes.
         tp_rank: this worker's rank; decides which head it stores and reads.
-        stages: layouts of all pipeline stages, for lookups; by default this one.
+        stages: layouts of all pipeline stages, which lookups need; may be left out where there is one, or by a rank that
+            never looks up.
         observer: takes spans of work, for timelines.
         executor: runs the transfer workers; by default daemon threads.
 
@@ -105,7 +109,8 @@ class Engine:
         self._audit = AuditedStore(store, self.clock, config) if config.audit else None
         self._stats = EngineStats(groups={g.id: GroupStats() for g in layout.groups}, sessions=SessionStats())
         self._story = StoryBook(self.clock)
-        self._keys = KeySpace(list(stages) or [layout])
+        self._stages = list(stages) or [layout]
+        self._keys: KeySpace | None = KeySpace(self._stages) if stages or layout.pp_size == 1 else None
         self._states: dict[int, StepState] = {}
         self._fences: dict[tuple[int, int], int] = {}
         self.gate = SaveGate(config.max_pending_saves)
@@ -136,6 +141,7 @@ class Engine:
             stats=self._stats,
             taints=self._taints,
             find=self._find,
+            fence=self._fence,
             config=config,
             clock=self.clock,
             observer=observer,
@@ -150,6 +156,7 @@ class Engine:
         )
         self._last_step = 0
         self._dead: str = ""
+        self._started = False
         self._stop: asyncio.Event | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -174,7 +181,14 @@ class Engine:
     # -- life ----------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Starts actors and workers on the running loop."""
+        """Starts actors and workers on the running loop, once.
+
+        Raises:
+            EngineClosedError: it was started before; make a new engine.
+        """
+        if self._started:
+            raise EngineClosedError("this engine was started before; make a new one")
+        self._started = True
         loop = asyncio.get_running_loop()
         for actor in (self._coordinator, *self._groups.values()):
             actor.mailbox.bind(loop)
@@ -183,12 +197,17 @@ class Engine:
         self._task = asyncio.create_task(self._run(), name="kvactors engine")
 
     async def close(self) -> None:
-        """Stops everything at once; what is under way is reported failed. Idempotent; does not close the store."""
+        """Stops everything; what is under way is reported failed. Idempotent; does not close the store.
+
+        Store calls under way get a second to return: until they do they may touch memory (`fenced_blocks`).
+        """
         if self._task is None or self._stop is None:
             return
         self._stop.set()
         task, self._task = self._task, None
         await task
+        if not await self._pool.stop().wait_async(CLOSE_GRACE_S):
+            log.warning("closed with store calls under way; they may still touch memory", fenced=len(self._fences))
 
     async def __aenter__(self) -> Engine:
         await self.start()
@@ -234,11 +253,14 @@ class Engine:
             actor.stop_timers()
         self._pool.stop()
         for state in list(self._states.values()):
-            for where in state.give_up(reason):
-                self._fences[where] = 1
+            self._fence(state.give_up(reason))
         self._states.clear()
         self.gate.release_all()
         self._coordinator.answer_all()
+
+    def _fence(self, blocks: Iterable[tuple[int, int]]) -> None:
+        for where in blocks:
+            self._fences[where] = max(1, self._fences.get(where, 0))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -253,9 +275,10 @@ class Engine:
             previous.aborted = True
         if self._is_dead():
             self._refuse(state)
-        elif state.groups or (previous is not None and not previous.ended.is_open):
+        elif state.groups or state.failed or (previous is not None and not previous.ended.is_open):
             self._states[state.id] = state
-            self.post(BeginStep(state.id, list(state.requests.values()), event))
+            guard = self.driver.record() if event is None else event
+            self.post(BeginStep(state.id, list(state.requests.values()), guard))
             if self._is_dead():  # died between the check and the post
                 self._refuse(state)
         else:
@@ -276,23 +299,32 @@ class Engine:
     def _new_state(self, requests: Sequence[StepRequest], *, windowed: bool = True) -> StepState:
         good: dict[str, StepRequest] = {}
         problems: dict[str, str] = {}
+        rejected_loads: list[str] = []
         for request in requests:
             problem = problem_of(request, self.layout, self.hash_tokens)
             if not problem and request.request_id in good:
                 problem = "is named twice in one step"
-            if not problem and any(g not in self._groups and (len(b.load) or len(b.save)) for g, b in request.groups.items()):
-                problem = "names blocks of a group that has no layer on this stage"
             if problem:
                 problems[request.request_id] = problem
                 self._stats.bad_requests += 1
+                if request.request_id not in good and _loads_something(request):
+                    rejected_loads.append(request.request_id)
                 log.warning("a request takes no part in a step", request=request.request_id, problem=problem)
             else:
-                good[request.request_id] = request
+                groups = {g: b for g, b in request.groups.items() if g in self._groups}
+                whole = len(groups) == len(request.groups)
+                good[request.request_id] = request if whole else dataclasses.replace(request, groups=groups)
         self._last_step += 1
-        return StepState(self._last_step, good, problems, self._group_layers, self._block_tokens, windowed=windowed)
+        return StepState(
+            self._last_step, good, problems, rejected_loads, self._group_layers, self._block_tokens, windowed=windowed
+        )
 
     def post(self, message: Any) -> None:
+        if not self._started:
+            raise EngineError("this engine was not started; use `async with engine:`, or `await engine.start()`")
         self._coordinator.mailbox.post(message)
+        if self._dead:  # nobody reads any more
+            self._coordinator.answer_all()
 
     @property
     def patience_s(self) -> float:
@@ -302,20 +334,30 @@ class Engine:
     # -- lookups and loads ---------------------------------------------------------------------------------------------
 
     def _find(self, hashes: Sequence[bytes], prompt_tokens: int, store: Store) -> Hit:
+        keys = self._keys
+        assert keys is not None
+
         def readable(group_id: int, block_hash: bytes) -> bool:
-            return self._keys.readable_many(group_id, [block_hash], store.readable)[0]
+            return keys.readable_many(group_id, [block_hash], store.readable)[0]
 
         def readable_many(group_id: int, block_hashes: Sequence[bytes]) -> list[bool]:
-            return self._keys.readable_many(group_id, block_hashes, store.readable)
+            return keys.readable_many(group_id, block_hashes, store.readable)
 
         return self.reachability.longest_hit(hashes, prompt_tokens, readable, readable_many=readable_many)
 
     def ask(self, hashes: Sequence[bytes], prompt_tokens: int, deadline_s: float | None) -> Answer[Hit]:
         answer = Answer(Hit(0, tuple(() for _ in self.layout.groups)))
+        wait = self.config.call_deadline_s if deadline_s is None else deadline_s
+        problem = hashes_problem(hashes)
+        if problem or not isinstance(prompt_tokens, int) or prompt_tokens < 0:
+            raise ConfigError(f"lookup: {problem or f'prompt_tokens is {prompt_tokens!r}; give a whole number >= 0'}")
+        if not seconds(wait):
+            raise ConfigError(f"lookup: a deadline of {wait!r}; give seconds, more than 0")
+        if self._keys is None:
+            raise ConfigError(f"lookup: {self.layout.pp_size} pipeline stages; give Engine the layouts of all as `stages`")
         if self._dead:
             answer.give(answer.value)
         else:
-            wait = self.config.call_deadline_s if deadline_s is None else deadline_s
             self.post(Lookup(hashes, prompt_tokens, wait, answer.give))
         return answer
 
@@ -324,6 +366,9 @@ class Engine:
 
         Args:
             hashes: fine chained hashes, one per `hash_tokens` tokens from token 0.
+
+        Raises:
+            ConfigError: the arguments make no sense.
         """
         answer = self.ask(hashes, prompt_tokens, deadline_s)
         await answer.latch.wait_async(self.patience_s)
@@ -340,7 +385,9 @@ class Engine:
             self._refuse(state)
             return state
         self._states[state.id] = state
-        self.post(LoadBlocks(state.id, request, event))
+        self.post(LoadBlocks(state.id, request, self.driver.record() if event is None else event))
+        if self._is_dead():
+            self._refuse(state)
         return state
 
     def load_done(self, state: StepState, request_id: str) -> LoadDone:
@@ -371,6 +418,8 @@ class Engine:
     def start_release(self, request_id: str, reason: ReleaseReason) -> Latch:
         """Opens when nothing of the request is under way; at once if it is part of the open step (takes effect at its end)."""
         latch = Latch()
+        if not isinstance(request_id, str) or not isinstance(reason, ReleaseReason):
+            raise ConfigError(f"release({request_id!r}, {reason!r}): give a request id and a ReleaseReason")
         if self._dead:
             latch.open()
             return latch
@@ -381,7 +430,8 @@ class Engine:
         return latch
 
     async def release(self, request_id: str, reason: ReleaseReason = ReleaseReason.FINISHED) -> None:
-        """The request ended, was aborted, or was preempted: its blocks may be reused once this returns."""
+        """The request ended, was aborted, or was preempted: its blocks may be reused once this returns; while a step of its is
+        open, it returns at once, and they may be reused once that step has ended."""
         latch = self.start_release(request_id, reason)
         self.driver.in_time(await latch.wait_async(self.patience_s), f"release of {request_id!r}")
 
@@ -392,10 +442,13 @@ class Engine:
 
     def start_drain(self, deadline_s: float | None) -> Answer[list[str]]:
         answer: Answer[list[str]] = Answer([])
+        wait = self.config.drain_deadline_s if deadline_s is None else deadline_s
+        if not seconds(wait):
+            raise ConfigError(f"drain: a deadline of {wait!r}; give seconds, more than 0")
         if self._dead:
             answer.give([])
         else:
-            self.post(Drain(self.config.drain_deadline_s if deadline_s is None else deadline_s, answer.give))
+            self.post(Drain(wait, answer.give))
         return answer
 
     async def drain(self, deadline_s: float | None = None) -> None:
@@ -425,8 +478,8 @@ class Engine:
             sessions=dataclasses.replace(self._stats.sessions),
             lost_workers=self._pool.lost_workers,
             peak_pending_saves=self.gate.peak,
-            poisoned_keys=sorted(k for t in tables for k in t.poisoned),
-            abandoned_keys=sorted(k for t in tables for k in t.abandoned),
+            poisoned_keys=sorted(k for t in tables for k in list(t.poisoned)),
+            abandoned_keys=sorted(k for t in tables for k in list(t.abandoned)),
         )
 
     def story(self, request_id: str) -> list[str]:
@@ -448,12 +501,11 @@ class Engine:
         return 1 + (0 if self._audit is None else self._audit.checked)
 
     def violations(self) -> list[str]:
-        """Every invariant found broken so far (with `audit`), and whether the session counts add up (I2)."""
+        """Every invariant found broken so far (with `audit`), and once drained, whether the session counts add up (I2)."""
         found = [] if self._audit is None else list(self._audit.violations)
         s = self._stats.sessions
-        open_puts = sum(1 for a in self._groups.values() for p in a.table.puts.values() if p.state.value != "opening")
-        ends = s.put_committed + s.put_revoked + s.put_poisoned + s.put_abandoned + open_puts
-        if s.put_opened != ends:
+        ends = s.put_committed + s.put_revoked + s.put_poisoned + s.put_abandoned
+        if self._stats.state == "drained" and s.put_opened != ends:
             found.append(f"I2: {s.put_opened} put sessions were opened, {ends} are accounted for")
         return found
 
@@ -470,6 +522,12 @@ class Answer(Generic[T]):
     def give(self, value: T) -> None:
         self.value = value
         self.latch.open()
+
+
+def _loads_something(request: Any) -> bool:
+    """Whether a request that makes no sense asked for a load, as far as one can tell."""
+    groups = request.groups if isinstance(request.groups, Mapping) else {}
+    return any(len(load) > 0 for load in (getattr(b, "load", ()) for b in groups.values()) if hasattr(load, "__len__"))
 
 
 def _opened() -> Latch:

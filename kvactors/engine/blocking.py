@@ -18,7 +18,7 @@ from kvactors.core.steps import GroupBlocks, ReleaseReason, StepRequest
 from kvactors.core.store import Store
 from kvactors.engine.asynchronous import Engine
 from kvactors.engine.steps import StepView
-from kvactors.errors import DeadlineError
+from kvactors.errors import DeadlineError, EngineClosedError
 from kvactors.messages import LoadDone
 
 START_S = 30.0
@@ -78,6 +78,8 @@ class BlockingEngine:
         self._thread.join(START_S)
 
     def __enter__(self) -> BlockingEngine:
+        if not self._thread.is_alive():
+            raise EngineClosedError("this engine was closed; make a new one")
         return self
 
     def __exit__(self, *_: object) -> None:

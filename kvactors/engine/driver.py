@@ -55,8 +55,7 @@ class StepDriver:
         Raises:
             StepError: the stage has no such layer.
         """
-        if not 0 <= layer < self._layers:
-            raise StepError(f"layer_ready({layer}): this stage's layers are 0 to {self._layers - 1}")
+        self._check_layer("layer_ready", layer)
         if state.passed_through or state.aborted or state.closed:
             return
         loads = state.loads.get(layer)
@@ -73,13 +72,26 @@ class StepDriver:
             self._post(LayerReady(state.id, layer, self._devices.record() if event is None else event, phase, saves))
 
     def want(self, state: StepState, layer: int) -> LayerTask | None:
-        """The layer's loads, if they have to be waited for; tells the engine that somebody does."""
+        """The layer's loads, if they have to be waited for; tells the engine that somebody does.
+
+        Raises:
+            StepError: the stage has no such layer.
+        """
+        self._check_layer("wait_layer", layer)
         task = state.loads.get(layer)
         if task is None or task.ended:
             return None
         if not state.passed_through:
             self._post(LayerWanted(state.id, layer, self._devices.record()))
         return task
+
+    def record(self) -> DeviceEvent:
+        """An event for the work queued so far: what a caller that gives none means."""
+        return self._devices.record()
+
+    def _check_layer(self, call: str, layer: int) -> None:
+        if not isinstance(layer, int) or not 0 <= layer < self._layers:
+            raise StepError(f"{call}({layer!r}): this stage's layers are the whole numbers 0 to {self._layers - 1}")
 
     def waited(self, state: StepState, layer: int, in_time: bool) -> frozenset[str]:
         """What `wait_layer` returns once its wait is over.
@@ -101,7 +113,7 @@ class StepDriver:
         for layer in sorted(self._hookless & state.save_layers):
             self.signal(state, layer, event, Phase.EXIT)
         if not state.ended.is_open and not state.aborted:
-            self._post(EndStep(state.id, event))
+            self._post(EndStep(state.id))
         self._over(state)
 
     def abandon(self, state: StepState, reason: str) -> None:

@@ -19,12 +19,13 @@ ANY = frozenset({"any"})
 ROOMS: dict[str, frozenset[str]] = {
     # room: the other rooms it may import; errors are open to all
     "errors": frozenset(),
+    "textfiles": frozenset(),
     "core": frozenset(),
     "messages": frozenset({"core"}),
-    "stores": frozenset({"core"}),
+    "stores": frozenset({"core", "textfiles"}),
     "memory": frozenset({"core"}),
     "devices": frozenset({"core"}),
-    "layouts": frozenset({"core"}),
+    "layouts": frozenset({"core", "textfiles"}),
     "actors": frozenset({"core", "messages"}),
     "disagg": frozenset({"core", "memory", "messages", "actors", "devices"}),
     # The engine puts the pieces together; it names the CPU's clock and device events as its defaults.
@@ -35,6 +36,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "replay": ANY,
     "simulate": ANY,
     "bench": ANY,
+    "console": ANY,
     "doctor": ANY,
     "cli": ANY,
     "__main__": ANY,

@@ -83,6 +83,12 @@ class Rig:
         if failed is None:
             assert self.engine.violations() == []
 
+    async def calls_returned(self) -> None:
+        """Waits until calls past their deadline have returned and were dealt with: a lookup takes longer than a message."""
+        while any(self.engine._pool.lost_of(g.id) for g in self.layout.groups):
+            await self.engine.lookup(hashes(4, "nothing"), 64)
+        await quiet(self)
+
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
     def right(self, where: tuple[int, int, str], block_hash: bytes) -> np.ndarray[Any, Any]:

@@ -436,8 +436,9 @@ async def test_a_frozen_load_is_answered_at_its_deadline_and_its_destination_is_
         assert rig.engine.stats().lost_workers == 1
         rig.store.release()
         await step.settled()
-        await rig.engine.drain()
+        await rig.calls_returned()
         assert rig.engine.fenced_blocks == frozenset(), "the call returned: nothing writes there any more"
+        await rig.engine.drain()
         assert rig.engine.stats().sessions.open_now == 0
 
 
@@ -488,7 +489,7 @@ async def test_a_lost_master_voids_every_session_and_the_circuit_opens_and_close
         step, failed = await rig.run(rig.request("c", later, load={0: [0]}, first_id=9))
         assert failed[0] == {"c"}, "loads fail fast while the circuit is open"
         closed = threading.Event()
-        rig.engine._coordinator.circuit.on_close = closed.set
+        rig.engine._coordinator.watch.circuit.on_close = closed.set
         rig.store.revive()
         await asyncio.to_thread(closed.wait, PATIENCE_S)
         await rig.run(rig.request("d", later, save={0: [0, 1]}, first_id=5))

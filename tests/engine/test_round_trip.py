@@ -122,16 +122,25 @@ async def test_session_ownership_by_group() -> None:
 
 
 async def test_continuation_with_remapped_block_ids() -> None:
-    """After a preemption the keys come from memory, the addresses from the current block ids, without any hash."""
+    """After a preemption the keys can come from memory, without any hash; the addresses come from the current block ids."""
     async with Rig(full_layout()) as rig:
         fine = hashes(4)
         await rig.run(rig.request("a", fine, save={0: [0, 1, 2, 3]}))
         await rig.engine.release("a", ReleaseReason.PREEMPTED)
         rig.wipe()
-        nonsense = hashes(4, "not the prompt")
-        resumed = StepRequest("a", nonsense, {0: GroupBlocks([40, 30, 20, 10], (0, 1, 2, 3))})
+        resumed = StepRequest("a", [], {0: GroupBlocks([40, 30, 20, 10], (0, 1, 2, 3))})
         await rig.run(resumed)
         assert all(rig.holds(0, h, b) for h, b in zip(fine, (40, 30, 20, 10), strict=True))
+
+
+async def test_hashes_that_are_given_decide_even_if_an_id_is_used_again() -> None:
+    async with Rig(full_layout()) as rig:
+        one, two = hashes(2, "one"), hashes(2, "two")
+        await rig.run(rig.request("a", one, save={0: [0, 1]}))
+        await rig.run(rig.request("w", two, save={0: [0, 1]}, first_id=5))
+        again = rig.request("a", two, load={0: [0, 1]}, first_id=9)
+        await rig.run(again)
+        assert rig.loaded_right(again)
 
 
 async def test_memory_of_committed_keys_ends_with_forget() -> None:
@@ -140,8 +149,9 @@ async def test_memory_of_committed_keys_ends_with_forget() -> None:
         await rig.run(rig.request("a", fine, save={0: [0, 1]}))
         await rig.engine.release("a", ReleaseReason.FINISHED)
         rig.engine.forget("a")
-        step, _ = await rig.run(StepRequest("a", hashes(2, "other"), {0: GroupBlocks([9, 10], (0, 1))}))
-        assert set(step.failures) == {"a"}, "its new prompt was never stored"
+        step, _ = await rig.run(StepRequest("a", [], {0: GroupBlocks([9, 10], (0, 1))}))
+        assert set(step.failures) == {"a"}
+        assert "neither its hash nor a memory" in step.failures["a"].reason
 
 
 @pytest.mark.parametrize("chunks", [[4], [1, 3], [2, 1, 1]])
