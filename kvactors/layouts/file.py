@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kvactors.core.layout import CacheEntry, Group, GroupKind, KVLayout
 from kvactors.errors import LayoutError
+from kvactors.textfiles import BadFileError, read_data
 
 _GROUP_FIELDS = {"kind", "block_tokens", "layers", "entries", "window", "chunk_tokens", "speculative", "kv_heads"}
 _ENTRY_FIELDS = {"name", "bytes", "stride", "dtype"}
@@ -24,19 +22,9 @@ def read_layout_file(path: str | Path) -> KVLayout:
     """
     where = str(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise LayoutError(f"{where}: is not UTF-8 text: {error.reason}") from None
-    except OSError as error:
-        raise LayoutError(f"{where}: cannot be read: {error.strerror or error}") from None
-    try:
-        data = json.loads(text) if where.endswith(".json") else yaml.load(text, Loader=_Loader)
-    except _Duplicate as error:
+        data = read_data(path)
+    except BadFileError as error:
         raise LayoutError(f"{where}: {error}") from None
-    except (ValueError, yaml.YAMLError) as error:
-        raise LayoutError(
-            f"{where}: is not valid {'JSON' if where.endswith('.json') else 'YAML'}: {_first_line(error)}"
-        ) from None
     return layout_from_data(data, where)
 
 
@@ -44,8 +32,7 @@ def layout_from_data(data: Any, where: str) -> KVLayout:
     """Builds a layout from what a layout file holds; `where` starts every error."""
     _mapping(where, data, {"name", "groups"})
     name, groups = _required(where, data, "name"), _required(where, data, "groups")
-    if not isinstance(name, str) or not name:
-        raise LayoutError(f"{where}: name: {name!r} must be a non-empty text")
+    _name(where, name)
     if not isinstance(groups, list) or not groups:
         raise LayoutError(f"{where}: groups: must be a list of at least one group")
     made = [_group(f"{where}: group {i}", i, g) for i, g in enumerate(groups)]
@@ -70,7 +57,7 @@ def _check_blocks(where: str, groups: list[Group]) -> None:
 def _group(where: str, number: int, data: Any) -> Group:
     _mapping(where, data, _GROUP_FIELDS)
     kind = _required(where, data, "kind")
-    if kind not in {k.value for k in GroupKind}:
+    if not isinstance(kind, str) or kind not in {k.value for k in GroupKind}:
         raise LayoutError(f"{where}: kind: unknown kind {kind!r}; one of {', '.join(k.value for k in GroupKind)}")
     for name in ("window", "chunk_tokens", "kv_heads"):
         if name in data:
@@ -130,8 +117,7 @@ def _entries(where: str, data: Any) -> list[CacheEntry]:
     for item in data:
         _mapping(f"{where}: entries", item, _ENTRY_FIELDS)
         name = _required(f"{where}: entries", item, "name")
-        if not isinstance(name, str) or not name:
-            raise LayoutError(f"{where}: entries: name: {name!r} must be a non-empty text")
+        _name(f"{where}: entries", name)
         if name in names:
             raise LayoutError(f"{where}: entries: {name!r} is given twice in one layer")
         names.add(name)
@@ -140,13 +126,18 @@ def _entries(where: str, data: Any) -> list[CacheEntry]:
         if stride is not None:
             _whole(where, f"entry {name!r}: stride", stride, 1)
         dtype = item.get("dtype", "")
-        if not isinstance(dtype, str):
-            raise LayoutError(f"{where}: entry {name!r}: dtype: {dtype!r} must be a text")
+        if not isinstance(dtype, str) or not dtype.isprintable():
+            raise LayoutError(f"{where}: entry {name!r}: dtype: {dtype!r} must be a text of printable characters")
         try:
             out.append(CacheEntry(name, nbytes, stride, dtype))
         except LayoutError as error:
             raise _located(where, error) from None
     return out
+
+
+def _name(where: str, name: Any) -> None:
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise LayoutError(f"{where}: name: {name!r} must be a non-empty text of printable characters")
 
 
 def _mapping(where: str, data: Any, allowed: set[str]) -> None:
@@ -174,30 +165,3 @@ def _located(where: str, error: LayoutError) -> LayoutError:
     return (
         error if text.startswith(where) else LayoutError(f"{where.split(': group')[0] if 'group ' in text else where}: {text}")
     )
-
-
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
-class _Duplicate(Exception):
-    """A mapping names a key twice; YAML would silently keep the last."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key that is given twice."""
-
-
-def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if isinstance(key, str | int) and key in seen:
-            raise _Duplicate(f"line {key_node.start_mark.line + 1}: {key!r} is given twice")
-        if isinstance(key, str | int):
-            seen.add(key)
-    out: dict[Any, Any] = loader.construct_mapping(node, deep=True)
-    return out
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)

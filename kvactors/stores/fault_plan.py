@@ -8,10 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kvactors.core.store import Outcome
 from kvactors.errors import ConfigError
+from kvactors.textfiles import BadFileError, read_data
 
 KEYED_CALLS = (
     "put_open", "put_ranges", "put_commit", "put_revoke", "get_open", "get_ranges", "get_close", "readable",
@@ -65,9 +64,9 @@ class Fault:
     calls: int | None = None
 
     def __post_init__(self) -> None:
-        if self.what not in WHATS:
+        if not isinstance(self.what, str) or self.what not in WHATS:
             raise ConfigError(f"what = {self.what!r}: must be one of {', '.join(WHATS)}")
-        if self.call != "*" and self.call not in KEYED_CALLS + OTHER_CALLS:
+        if not isinstance(self.call, str) or (self.call != "*" and self.call not in KEYED_CALLS + OTHER_CALLS):
             raise ConfigError(f'call = {self.call!r}: must be "*" or one of {", ".join(KEYED_CALLS + OTHER_CALLS)}')
         for name in ("nth", "every", "times", "calls"):
             count = getattr(self, name)
@@ -115,10 +114,10 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """Faults and the seed of the one generator that draws their chances."""
+    """Faults and the seed of the one generator that draws their chances; None = whoever runs the plan chooses it."""
 
     faults: tuple[Fault, ...] = ()
-    seed: int = 0
+    seed: int | None = None
     name: str = ""
 
     @classmethod
@@ -129,9 +128,9 @@ class FaultPlan:
         for name in plan:
             if name not in ("seed", "faults", "preset", "name"):
                 raise ConfigError(f"{name}: no such field in a fault plan; known are faults, name, preset, seed")
-        seed = plan.get("seed", 0)
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise ConfigError(f"seed = {seed!r}: must be a whole number")
+        seed = plan.get("seed")
+        if "seed" in plan and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):
+            raise ConfigError(f"seed = {seed!r}: must be a whole number >= 0")
         faults: tuple[Fault, ...] = ()
         name = plan.get("name", "")
         if not isinstance(name, str):
@@ -146,7 +145,7 @@ class FaultPlan:
         return cls(faults + more, seed, name)
 
     @classmethod
-    def preset(cls, name: str, seed: int = 0) -> FaultPlan:
+    def preset(cls, name: str, seed: int | None = None) -> FaultPlan:
         """One of `PRESETS` by its name."""
         if not isinstance(name, str) or name not in PRESETS:
             raise ConfigError(f"preset = {name!r}: must be one of {', '.join(PRESETS)}")
@@ -154,11 +153,11 @@ class FaultPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> FaultPlan:
-        """A plan from a YAML or JSON file."""
+        """A plan from a YAML or JSON file (docs/faults.md)."""
         try:
-            plan = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"fault plan {path}: cannot be read: {error}") from error
+            plan = read_data(path)
+        except BadFileError as error:
+            raise ConfigError(f"fault plan {path}: {error}") from None
         try:
             return cls.from_mapping(plan)
         except ConfigError as error:

@@ -91,7 +91,7 @@ class FaultyStore:
         """The injected faults in order; the newest, of a long run."""
         self.gates = {fault.gate: Gate() for fault in plan.faults if fault.what == "freeze"}
         self._sleep = sleep
-        self._rng = rng or random.Random(plan.seed)
+        self._rng = rng or random.Random(plan.seed or 0)
         self._lock = threading.Lock()
         self._calls: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
