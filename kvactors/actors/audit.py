@@ -183,7 +183,8 @@ class AuditedStore:
         with self._call():
             outcomes = self._store.get_close(keys)
         with self._lock:
-            self._gets.difference_update(keys[: len(outcomes)])  # one that raised, or was not answered, may be tried again
+            if len(outcomes) == len(keys):  # a close that raised, or was not answered, may be tried again
+                self._gets.difference_update(keys)
         return outcomes
 
     # -- the rest ----------------------------------------------------------------------------------------------------

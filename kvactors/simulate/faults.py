@@ -52,10 +52,11 @@ class FaultRates:
 
 PRESETS: Mapping[str, FaultRates] = {
     "none": FaultRates(),
+    "flaky-keys": FaultRates(key=0.03),
     "flaky-store": FaultRates(key=0.02, short=0.01, raises=0.02, dies=0.01),
     "lost-master": FaultRates(kill=0.01),
     "slow-store": FaultRates(spike=0.08, freeze=0.004, slow=0.05),
-    "evicting": FaultRates(evict=0.05, space=True, lease=True, slow=0.03),
+    "evicting": FaultRates(evict=0.05, space=True, lease=True, slow=0.1),
     "kill-writer": FaultRates(freeze=0.01, crash=0.5, event_lost=0.01),
     "combined": FaultRates(0.01, 0.005, 0.01, 0.005, 0.03, 0.002, 0.02, 0.003, True, True, 0.003, 0.2, 0.03, 0.1),
 }

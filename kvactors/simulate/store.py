@@ -224,8 +224,10 @@ class SimulatedStore:
             o = pool.objects.get(key)
             if o is None or o.address != s.address:
                 return Outcome.NOT_FOUND
+            touched = key in pool.touched
             pool.drop(key)
-            pool.touched.discard(key)
+            if not touched:
+                pool.touched.discard(key)
             return Outcome.OK
 
         return self._answer("put_revoke", keys, one)
@@ -261,9 +263,10 @@ class SimulatedStore:
             if pool.now() > s.until and not pool.sloppy_leases:
                 del self._gets[key]
                 return Outcome.LEASE_EXPIRED
+            late = pool.now() > s.until
             for address, (size, offset) in zip(rows[row], shape, strict=True):
                 at = s.address + offset
-                memory[address : address + size] = memory[at : at + size]
+                memory[address : address + size] = b"\xaa" * size if late else memory[at : at + size]
             return Outcome.OK
 
         return self._answer("get_ranges", batch.keys, one)

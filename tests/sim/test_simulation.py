@@ -1,0 +1,108 @@
+"""Seeded simulations: no invariant breaks, the log is the same in every process, and failing runs get smaller."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from kvactors.errors import ConfigError
+from kvactors.simulate.faults import PRESETS
+from kvactors.simulate.run import Totals, command, run_seeds, scenario, shrink
+from kvactors.simulate.world import Outcomes, Scenario, World
+from tests.sim.corpus import CORPUS
+from tests.sim.mutants import MUTANTS
+
+pytestmark = pytest.mark.sim
+
+SEEDS = 1000
+
+
+def test_a_thousand_seeds_over_all_presets_break_nothing() -> None:
+    totals = Totals()
+    for outcomes in run_seeds([scenario(seed, "all") for seed in range(SEEDS)], jobs=2):
+        assert outcomes.violations == [], command(outcomes.scenario)
+        totals.add(outcomes)
+    assert set(totals.presets) == set(PRESETS)
+    assert totals.events / SEEDS >= 200
+    assert totals.saved > 0
+    assert totals.loaded > 0
+    kinds = set(totals.injected)
+    assert kinds >= {"key", "short", "raises", "dies", "spike", "freeze", "evict", "kill", "event_lost", "slow", "crash"}
+
+
+@pytest.mark.parametrize("regression", CORPUS, ids=lambda s: f"{s.faults}-{s.seed}")
+def test_seeds_that_found_something_once_stay_good(regression: Scenario) -> None:
+    assert World(regression).run().violations == []
+
+
+@pytest.mark.parametrize("model", ["worked-example", "windows", "latent", "pp2", "tp2", "qwen3.5-9b"])
+def test_every_model_serves_requests(model: str) -> None:
+    outcomes = World(scenario(3, "none", requests=6 if model == "qwen3.5-9b" else 20, model=model)).run()
+    assert outcomes.violations == []
+    assert outcomes.saved > 0
+
+
+LOGS = """
+from kvactors.simulate.run import scenario
+from kvactors.simulate.world import World
+print([World(scenario(seed, "all")).run().log_hash for seed in range(8)])
+"""
+
+
+def test_the_same_seed_gives_the_same_log_whatever_the_hash_seed() -> None:
+    logs = [
+        subprocess.run(
+            [sys.executable, "-c", LOGS],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "4242")
+    ]
+    assert logs[0] == logs[1]
+    assert logs[0].count("'") == 16
+
+
+def test_another_seed_gives_another_log() -> None:
+    assert World(scenario(1, "none")).run().log_hash != World(scenario(2, "none")).run().log_hash
+
+
+def test_a_failing_run_gets_smaller_and_is_repeated_by_one_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch, preset = MUTANTS["coverage_counts_failed_ranges"]
+    patch(monkeypatch)
+    failing = next(s for s in (scenario(seed, preset) for seed in range(100)) if World(s).run().violations)
+    small = shrink(failing)
+    again = World(small).run()
+    assert again.violations
+    assert small.requests < failing.requests
+    assert small.most_faults is not None
+    assert command(small) == (
+        f"kvactors simulate --seeds {small.seed}:{small.seed + 1} --faults {preset} "
+        f"--requests {small.requests} --most-faults {small.most_faults}"
+    )
+    assert again.story
+    assert again.log_tail
+
+
+def test_a_limit_of_faults_is_kept() -> None:
+    limited = replace(scenario(5, "flaky-store"), most_faults=3)
+    assert sum(World(limited).run().injected.values()) == 3
+
+
+def test_an_unknown_preset_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no such preset"):
+        scenario(0, "gremlins")
+
+
+def test_summary_counts_runs() -> None:
+    totals = Totals()
+    s = scenario(0, "none")
+    totals.add(Outcomes(s, events=5, saved=2))
+    totals.add(Outcomes(s, violations=["I1: bad"]))
+    assert totals.line().startswith("2 seeds over 1 presets: 5 events")
+    assert "1 failing" in totals.line()
