@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import io
 import json
 import math
+import os
+import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -26,6 +29,11 @@ TRACE_BLOCK_TOKENS = 512
 """Prompt tokens that one id of a trace covers."""
 
 MAX_HASH_ID = 2**64 - 1
+
+MOST_KEPT_BYTES = 1 << 30
+"""A trace that can be read only once is kept in memory, up to this."""
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class TraceRequest(msgspec.Struct, frozen=True, gc=False):
@@ -55,29 +63,74 @@ class _Row(msgspec.Struct, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """What a whole trace (or its first N requests) holds; `skipped` bad lines were left out."""
+    """What a whole trace (or its first N requests) holds; `skipped` bad lines were left out. `checksum`: see `TraceReader`."""
 
     requests: int
     input_tokens: int
     max_input_length: int
     longest: tuple[int, ...]
     skipped: int
+    checksum: int = 0
+
+
+class TraceSource:
+    """A trace that is read more than once: a file by its path; a pipe or another stream is kept in memory at its first use."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = str(path)
+        self._kept: bytes | None = None
+
+    def open(self) -> BinaryIO:
+        """The file's bytes from the start.
+
+        Raises:
+            TraceError: it cannot be opened, or is a stream without an end in sight.
+        """
+        if self._kept is not None:
+            return io.BytesIO(self._kept)
+        try:
+            file = open(self.path, "rb")  # noqa: SIM115 (whoever asked closes it)
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return file
+            with file:
+                kept = file.read(MOST_KEPT_BYTES + 1)
+        except OSError as error:
+            raise TraceError(self.path, 1, "", f"cannot be opened: {error.strerror or error}") from error
+        if len(kept) > MOST_KEPT_BYTES:
+            size = f"{MOST_KEPT_BYTES >> 30} GiB"
+            raise TraceError(self.path, 1, "", f"can be read only once and is larger than {size}: write it to a file")
+        self._kept = kept
+        return io.BytesIO(kept)
 
 
 class TraceReader:
     """Iterates over the requests of a trace file without holding them.
 
     Args:
-        path: a JSON-lines file; `.gz` is unpacked while reading.
+        source: a JSON-lines file; gzip is unpacked while reading; a byte order mark at its start is skipped.
         skip_bad: count and leave out lines that are wrong instead of raising.
         limit: stop after this many requests.
+        expected: read the trace a second time: the checksum of the first time, which ended with request number `limit`.
+
+    Attributes:
+        checksum: of all lines up to the last request that was returned.
 
     Raises (while iterating):
-        TraceError: names file, line and field.
+        TraceError: names file, line and field; with `expected`, also when the trace is another one by now.
     """
 
-    def __init__(self, path: str | Path, *, skip_bad: bool = False, limit: int | None = None) -> None:
-        self.path = str(path)
+    def __init__(
+        self,
+        source: str | Path | TraceSource,
+        *,
+        skip_bad: bool = False,
+        limit: int | None = None,
+        expected: int | None = None,
+    ) -> None:
+        self.source = source if isinstance(source, TraceSource) else TraceSource(source)
+        self.path = self.source.path
+        self.expected = expected
+        self.checksum = 0
         self.skip_bad = skip_bad
         self.limit = limit
         self.skipped = 0
@@ -85,14 +138,33 @@ class TraceReader:
         self._decoder = msgspec.json.Decoder(_Row)
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        self.skipped, self.first_bad = 0, None
-        seen = number = 0
+        if self.expected is None:
+            yield from self._requests()
+            return
+        last = 0
+        try:
+            for request in self._requests():
+                last = request.line
+                yield request
+        except TraceError as error:  # the first reading found nothing wrong
+            raise TraceError(
+                self.path, error.line, error.field, f"was changed while it was replayed: {error.problem}"
+            ) from None
+        if self.checksum != self.expected:
+            raise TraceError(self.path, last, "", "was changed while it was replayed")
+
+    def _requests(self) -> Iterator[TraceRequest]:
+        self.skipped, self.first_bad, self.checksum = 0, None, 0
+        seen = number = checksum = 0
         if self.limit is not None and self.limit <= 0:
             return
         with contextlib.ExitStack() as stack:
             file = self._open(stack)
             try:
                 for number, line in enumerate(file, 1):
+                    checksum = zlib.crc32(line, checksum)
+                    if number == 1:
+                        line = line.removeprefix(_BYTE_ORDER_MARK)
                     if not line.strip():
                         continue
                     try:
@@ -103,6 +175,7 @@ class TraceReader:
                         self.skipped += 1
                         self.first_bad = self.first_bad or bad
                         continue
+                    self.checksum = checksum
                     yield request
                     seen += 1
                     if seen == self.limit:
@@ -120,17 +193,18 @@ class TraceReader:
             raise TraceError(self.path, 1, "", "the trace is empty: it holds no request")
 
     def _open(self, stack: contextlib.ExitStack) -> Iterable[bytes]:
+        raw = stack.enter_context(self.source.open())
         try:
-            raw = stack.enter_context(open(self.path, "rb"))  # noqa: SIM115 (the stack closes it)
-            packed = raw.peek(2)[:2] == b"\x1f\x8b"
+            packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
         except OSError as error:
-            raise TraceError(self.path, 1, "", f"cannot be opened: {error.strerror or error}") from error
+            raise TraceError(self.path, 1, "", f"cannot be read: {error.strerror or error}") from error
         return stack.enter_context(gzip.GzipFile(fileobj=raw)) if packed else raw
 
     def _parse(self, line: bytes, number: int) -> TraceRequest:
         try:
             row = self._decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._diagnose(line, number, error) from None
         problem = _row_problem(row.timestamp, row.input_length, row.output_length, row.hash_ids)
         if problem:
@@ -141,7 +215,9 @@ class TraceReader:
         """Says in the trace's own words what the strict decoder refused."""
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError):
+        except RecursionError:
+            return TraceError(self.path, number, "", "is nested too deeply")
+        except ValueError:
             return TraceError(self.path, number, "", f"is not valid JSON: {error}")
         if not isinstance(row, dict):
             return TraceError(self.path, number, "", f"must be a JSON object, not {_shown(row)}")
@@ -154,7 +230,7 @@ class TraceReader:
         return TraceError(self.path, number, *(problem or ("", str(error))))
 
 
-def scan_trace(path: str | Path, *, skip_bad: bool = False, limit: int | None = None) -> TraceSummary:
+def scan_trace(source: str | Path | TraceSource, *, skip_bad: bool = False, limit: int | None = None) -> TraceSummary:
     """Reads and checks a whole trace (or its first `limit` requests) once, so that a run cannot stop in its middle.
 
     `longest` holds the input lengths of the 64 longest requests, longest first.
@@ -162,7 +238,7 @@ def scan_trace(path: str | Path, *, skip_bad: bool = False, limit: int | None = 
     Raises:
         TraceError: at the first bad line, unless `skip_bad`; also when there is no request at all.
     """
-    reader = TraceReader(path, skip_bad=skip_bad, limit=limit)
+    reader = TraceReader(source, skip_bad=skip_bad, limit=limit)
     requests = tokens = 0
     longest: list[int] = []
     for request in reader:
@@ -172,7 +248,7 @@ def scan_trace(path: str | Path, *, skip_bad: bool = False, limit: int | None = 
         if len(longest) >= 4096:
             longest = sorted(longest, reverse=True)[:64]
     longest = sorted(longest, reverse=True)[:64]
-    return TraceSummary(requests, tokens, longest[0] if longest else 0, tuple(longest), reader.skipped)
+    return TraceSummary(requests, tokens, longest[0] if longest else 0, tuple(longest), reader.skipped, reader.checksum)
 
 
 def _row_problem(timestamp: Any, input_length: Any, output_length: Any, hash_ids: Any) -> tuple[str, str] | None:
