@@ -16,39 +16,60 @@ from typing import Any, TypeVar
 import click
 
 from kvactors import __version__
+from kvactors.console import lasting_streams, plain_console
 from kvactors.core.layout import KVLayout
 from kvactors.errors import KVActorsError, LocalError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class _Commands(click.Group):
-    """Turns our own errors into one line on stderr and exit code 2."""
+class _Group(click.Group):
+    """Without a command it shows its help, but on stderr: that is bad usage."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args and not ctx.resilient_parsing:
+            raise _NoCommand(ctx.get_help())
+        return super().parse_args(ctx, args)
+
+
+class _NoCommand(click.UsageError):
+    pass
+
+
+class _Commands(_Group):
+    """Turns our own errors into one line on stderr and exit code 2, and outlives the streams it prints on."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         standalone = kwargs.pop("standalone_mode", True)
-        code: Any
-        try:
-            code = super().main(*args, **{**kwargs, "standalone_mode": False})
-        except click.exceptions.NoArgsIsHelpError as error:
-            click.echo(error.format_message())
-            code = 2
-        except click.exceptions.Exit as error:
-            code = error.exit_code
-        except click.ClickException as error:
-            _complain(error.format_message())
-            code = 2
-        except click.Abort:
-            code = 130
-        except LocalError as error:
-            _complain(str(error))
-            code = 2
-        except KVActorsError as error:
-            _complain(str(error))
-            code = 1
+        with lasting_streams() as (out, _):
+            code = self._code(args, kwargs)
+            out.flush()
+            if out.problem is not None:
+                _complain(f"standard output cannot be written: {out.problem}")
+                code = code or 1
         if not standalone:
             return code
         sys.exit(code if isinstance(code, int) else 0)
+
+    def _code(self, args: Any, kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **{**kwargs, "standalone_mode": False})
+        except _NoCommand as error:
+            click.echo(error.message, err=True)
+            return 2
+        except click.exceptions.Exit as error:
+            return error.exit_code
+        except click.ClickException as error:
+            _complain(error.format_message())
+            return 2
+        except (click.Abort, KeyboardInterrupt):
+            return 130
+        except LocalError as error:
+            _complain(str(error))
+            return 2
+        except KVActorsError as error:
+            _complain(str(error))
+            return 1
 
 
 def _complain(text: str) -> None:
@@ -76,10 +97,11 @@ def _log_to_stderr(quiet: bool) -> None:
 @click.version_option(__version__, prog_name="kvactors")
 def cli() -> None:
     """KV-cache blocks of hybrid models, moved layer by layer between a worker and a store."""
+    _log_to_stderr(quiet=False)
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point of the `kvactors` command."""
+    """Runs the command line; `kvactors.__main__` is the command's entry point."""
     cli.main(args=list(args) if args is not None else None, prog_name="kvactors")
 
 
@@ -90,6 +112,19 @@ def _size(_: click.Context, parameter: click.Parameter, value: str | None) -> in
     from kvactors.stores import parse_size
 
     return None if value is None else parse_size(value, parameter.opts[0])
+
+
+def _rate(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    bandwidth = _size(context, parameter, None if value is None else value.strip().removesuffix("/s"))
+    if bandwidth == 0:
+        raise click.UsageError(f"{parameter.opts[0]} {value}: must be more than 0 bytes a second")
+    return bandwidth
+
+
+def _file(_: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value is not None and ("\0" in value or not value.strip()):
+        raise click.UsageError(f"{parameter.opts[0]} {value!r}: give the name of a file")
+    return value
 
 
 def _finite(_: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
@@ -120,7 +155,7 @@ def _resolve(name: str, block_tokens: int | None, factor: int) -> tuple[KVLayout
     return scale(layout, factor), family
 
 
-@cli.group("layout")
+@cli.group("layout", cls=_Group)
 def layout_group() -> None:
     """Show the built-in layouts, and layout files."""
 
@@ -146,14 +181,14 @@ def layout_show(name: str, block_tokens: int | None, scale: int, as_json: bool) 
     if as_json:
         click.echo(json.dumps(describe(layout, family), indent=2))
     else:
-        show_layout(layout, family)
+        show_layout(layout, family, plain_console(soft_wrap=True))
 
 
 def _later(option: str, what: str, *, flag: bool = False) -> Callable[[F], F]:
     """A documented option that this version does not have yet: hidden, and refused with the reason."""
 
     def refuse(_: click.Context, __: click.Parameter, value: object) -> None:
-        if value:
+        if value is not None and value is not False:
             raise click.UsageError(f"{option}: {what} comes with a later version")
 
     return click.option(option, is_flag=flag, hidden=True, expose_value=False, callback=refuse)
@@ -173,7 +208,12 @@ def _later(option: str, what: str, *, flag: bool = False) -> Callable[[F], F]:
     "--local-blocks", type=click.IntRange(min=1), metavar="N", help="Bound of the local pool, in blocks of all groups."
 )
 @click.option(
-    "--concurrency", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Requests in a step."
+    "--concurrency",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Requests in a step; 1 is repeatable without --capacity and --faults.",
 )
 @click.option("--chunk-tokens", type=click.IntRange(min=1), default=8192, show_default=True, metavar="N", help="Prefill chunk.")
 @click.option(
@@ -186,15 +226,37 @@ def _later(option: str, what: str, *, flag: bool = False) -> Callable[[F], F]:
 @click.option("--requests", type=click.IntRange(min=1), metavar="N", help="Only the first N requests.")
 @click.option("--skip-bad", is_flag=True, help="Count and skip bad trace lines.")
 @click.option("--faults", metavar="PRESET|FILE", help="Inject faults: a preset or a plan (YAML).")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="For faults and chance.")
-@click.option("--report", "report_file", metavar="FILE", help="Write the JSON report.")
-@click.option("--html", "html_file", metavar="FILE", help="Write a page with charts.")
-@click.option("--timeline", "timeline_file", metavar="FILE", help="Write a Chrome/Perfetto trace.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="For faults and chance; a fault plan's own seed wins.",
+)
+@click.option("--report", "report_file", metavar="FILE", callback=_file, help="Write the JSON report.")
+@click.option("--html", "html_file", metavar="FILE", callback=_file, help="Write a page with charts.")
+@click.option("--timeline", "timeline_file", metavar="FILE", callback=_file, help="Write a Chrome/Perfetto trace.")
+@click.option("--virtual", is_flag=True, help="Virtual time and simulated workers: repeatable byte for byte from --seed.")
+@click.option(
+    "--bandwidth", metavar="SIZE/s", callback=_rate, help="With --virtual: bytes a second of a worker. [default: 10GB]"
+)
+@click.option(
+    "--latency",
+    type=click.FloatRange(min=0),
+    callback=_finite,
+    metavar="SECONDS",
+    help="With --virtual: of every store call. [default: 0.0002]",
+)
+@click.option(
+    "--layer-time",
+    type=click.FloatRange(min=0),
+    callback=_finite,
+    metavar="SECONDS",
+    help="With --virtual: compute of each layer of a step. [default: 0.001]",
+)
+@click.option("--event-log", metavar="FILE", callback=_file, help="With --virtual: write every event, a line each.")
 @_later("--local-master", "the Mooncake store", flag=True)
-@_later("--virtual", "the virtual clock", flag=True)
-@_later("--bandwidth", "the virtual clock")
-@_later("--latency", "the virtual clock")
-@_later("--layer-time", "the virtual clock")
 def replay(
     trace: str,
     layout_name: str,
@@ -214,18 +276,39 @@ def replay(
     report_file: str | None,
     html_file: str | None,
     timeline_file: str | None,
+    virtual: bool,
+    bandwidth: int | None,
+    latency: float | None,
+    layer_time: float | None,
+    event_log: str | None,
 ) -> int:
     """Run a recorded request trace through the engine, with real bytes, and print what happened."""
     if store == "mooncake":
         raise click.UsageError("--store mooncake: the Mooncake store comes with a later version; use --store memory")
     if store != "memory":
         raise click.UsageError(f"--store {store}: unknown store; use memory")
-    layout, _ = _resolve(layout_name, block_tokens, scale)
-    outputs = {"--report": report_file, "--html": html_file, "--timeline": timeline_file}
-    _check_outputs(trace, outputs)
+    for option, value in (
+        ("--bandwidth", bandwidth),
+        ("--latency", latency),
+        ("--layer-time", layer_time),
+        ("--event-log", event_log),
+    ):
+        if value is not None and not virtual:
+            raise click.UsageError(f"{option}: belongs to the virtual clock; give --virtual too")
+    layout, family = _resolve(layout_name, block_tokens, scale)
+    inputs = {"the trace": trace, "the layout": None if family else layout_name, "the fault plan": faults}
+    outputs = {"--report": report_file, "--html": html_file, "--timeline": timeline_file, "--event-log": event_log}
+    _check_outputs(inputs, outputs)
 
-    from kvactors.replay.live import ReplayOptions, plan_replay
+    from kvactors.replay.plan import ReplayOptions, VirtualOptions, plan_replay
 
+    machine = VirtualOptions()
+    if virtual:
+        machine = VirtualOptions(
+            machine.bandwidth if bandwidth is None else bandwidth,
+            machine.latency_s if latency is None else latency,
+            machine.layer_time_s if layer_time is None else layer_time,
+        )
     options = ReplayOptions(
         trace=trace,
         layout=layout,
@@ -240,13 +323,16 @@ def replay(
         skip_bad=skip_bad,
         faults=_faults(faults),
         seed=seed,
+        virtual=machine if virtual else None,
     )
     plan = plan_replay(options)
     _log_to_stderr(quiet=faults is not None)
 
     from kvactors.replay.command import run_and_show
 
-    return run_and_show(plan, report_file=report_file, html_file=html_file, timeline_file=timeline_file)
+    return run_and_show(
+        plan, report_file=report_file, html_file=html_file, timeline_file=timeline_file, event_log_file=event_log
+    )
 
 
 @cli.command()
@@ -299,6 +385,8 @@ def _faults(text: str | None) -> Any:
         return None
     from kvactors.stores import PRESETS, FaultPlan
 
+    if not text.strip():
+        raise click.UsageError(f"--faults {text!r}: give a preset ({', '.join(PRESETS)}) or the name of a plan file")
     if text in PRESETS:
         return FaultPlan.preset(text)
     if text.endswith((".yaml", ".yml", ".json")) or Path(text).exists():
@@ -306,11 +394,11 @@ def _faults(text: str | None) -> Any:
     raise click.UsageError(f"--faults {text}: no such preset or file; presets are {', '.join(PRESETS)}")
 
 
-def _check_outputs(trace: str, outputs: dict[str, str | None]) -> None:
+def _check_outputs(inputs: dict[str, str | None], outputs: dict[str, str | None]) -> None:
     """Refuses an output that cannot be written, before the run."""
     import os
 
-    seen: dict[Path, str] = {Path(trace).resolve(): "the trace"}
+    seen = {Path(name).resolve(): what for what, name in inputs.items() if name and Path(name).is_file()}
     for option, name in outputs.items():
         if name is None:
             continue

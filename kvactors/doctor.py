@@ -18,6 +18,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from kvactors.console import plain_console
 
 OK, MISSING, BROKEN = "ok", "missing", "broken"
 
@@ -204,7 +207,8 @@ def engine_loopback() -> Finding:
     name = "engine"
     try:
         from kvactors.layouts import FAMILIES
-        from kvactors.replay.live import ReplayOptions, plan_replay, run_live
+        from kvactors.replay.live import run_live
+        from kvactors.replay.plan import ReplayOptions, plan_replay
 
         rows = [{"timestamp": 0, "input_length": 4096, "hash_ids": list(range(8))} for _ in range(2)]
         with tempfile.TemporaryDirectory(prefix="kvactors-doctor-") as folder:
@@ -227,18 +231,14 @@ def _line(error: BaseException) -> str:
 
 def print_findings(findings: list[Finding], console: Console | None = None) -> None:
     """Prints a table, then the commands that install what is missing."""
-    console = console or Console(soft_wrap=True)
+    console = console or plain_console(soft_wrap=True)
     table = Table(box=None, pad_edge=False, show_header=False)
     colours = {OK: "green", MISSING: "yellow", BROKEN: "bold red"}
     for f in findings:
-        table.add_row(f.name, f"[{colours[f.status]}]{f.status}[/]", _plain(f.detail))
+        table.add_row(f.name, Text(f.status, style=colours[f.status]), f.detail)
     console.print(table)
     fixes = list(dict.fromkeys(f.fix for f in findings if f.fix))
     if fixes:
         console.print("\nTo install what is missing (all optional unless it says broken above):")
         for fix in fixes:
-            console.print(f"  {fix}", markup=False, highlight=False)
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")
+            console.print(f"  {fix}")

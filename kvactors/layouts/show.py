@@ -69,15 +69,15 @@ def describe(layout: KVLayout, family: Family | None = None) -> dict[str, Any]:
 
 def show_layout(layout: KVLayout, family: Family | None = None, console: Console | None = None) -> None:
     """Prints a layout for people; ranges that repeat from layer to layer are shown for the first and last layer."""
-    console = console or Console(soft_wrap=True)
-    console.print(layout.model, style="bold", markup=False, highlight=False)
-    console.print(f"digest    {layout.digest}", highlight=False)
-    console.print(f"boundary  {boundary_tokens(layout)} tokens: hits end on a multiple of it", highlight=False)
+    console = console or Console(soft_wrap=True, markup=False, emoji=False, highlight=False)
+    console.print(layout.model, style="bold")
+    console.print(f"digest    {layout.digest}")
+    console.print(f"boundary  {boundary_tokens(layout)} tokens: hits end on a multiple of it")
     if family is not None:
         for source in family.sources:
-            console.print(f"source    {source}", markup=False, highlight=False)
+            console.print(f"source    {source}")
         for note in family.notes:
-            console.print(f"note      {note}", markup=False, highlight=False)
+            console.print(f"note      {note}")
     for group in layout.groups:
         _show_group(layout, group, console)
 
@@ -89,14 +89,10 @@ def _show_group(layout: KVLayout, group: Group, console: Console) -> None:
     if group.speculative:
         extra += ", speculative"
     console.print()
-    console.print(
-        f"group {group.id}: {group.kind.value}, {group.block_tokens} raw tokens a block{extra}", style="bold", highlight=False
-    )
-    console.print(
-        f"  layers    {_spans(list(group.layers))}; committed after layer {layout.commit_layer(group.id)}", highlight=False
-    )
-    console.print(f"  object    {layout.object_bytes(group.id):,} bytes", highlight=False)
-    console.print(f"  key       {layout.key(group.id, _EXAMPLE_HASH)}", markup=False, highlight=False)
+    console.print(f"group {group.id}: {group.kind.value}, {group.block_tokens} raw tokens a block{extra}", style="bold")
+    console.print(f"  layers    {_spans(list(group.layers))}; committed after layer {layout.commit_layer(group.id)}")
+    console.print(f"  object    {layout.object_bytes(group.id):,} bytes")
+    console.print(f"  key       {layout.key(group.id, _EXAMPLE_HASH)}")
     table = Table(box=None, pad_edge=False, padding=(0, 2))
     for title in ("  layer", "entry", "offset", "bytes", "stride", "kind"):
         table.add_column(title, justify="left" if title in ("entry", "kind") else "right")

@@ -88,6 +88,30 @@ class BlockRules:
             out[group.id] = min(n, -(-prompt_tokens // group.block_tokens)) if group.kind in _SPARSE else n
         return out
 
+    def enough_blocks(self, prompt_tokens: int) -> dict[int, int]:
+        """Per group, no fewer than the `most_blocks` of any prompt up to this length.
+
+        Under retention a shorter prompt may hold more: its own end is kept beside the regular ones, and may coincide with
+        one of them in the longer prompt.
+        """
+        if self.retention is None:
+            return self.most_blocks(prompt_tokens)
+        end = self.aligned(prompt_tokens)
+        masks = self.reach.store_mask(end, retention=self.retention)
+        out = {}
+        for group, mask in zip(self.groups, masks, strict=True):
+            started = -(-prompt_tokens // group.block_tokens)
+            if group.kind is GroupKind.SLIDING_WINDOW:
+                assert group.window is not None
+                run = -(-(group.window - 1) // group.block_tokens) + 1
+            elif group.kind is GroupKind.STATE:
+                run = 1
+            else:
+                out[group.id] = started
+                continue
+            out[group.id] = min(started, sum(mask) + 2 * run)  # the prompt's end, and the end of a hit
+        return out
+
     def looked_up(self, prompt_tokens: int) -> tuple[int, ...]:
         """Per group, how many of the prompt's complete blocks a lookup asks for."""
         end = self.aligned(prompt_tokens - 1)

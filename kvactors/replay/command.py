@@ -2,59 +2,131 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TextIO
+import contextlib
+import time
+from collections.abc import Callable
+from typing import BinaryIO
 
 from rich.console import Console
 
+from kvactors.console import plain_console
 from kvactors.devices import MonotonicClock
 from kvactors.replay.html import write_page
-from kvactors.replay.live import Plan, run_live
+from kvactors.replay.interrupts import Interrupts
+from kvactors.replay.live import run_live
+from kvactors.replay.plan import Plan
 from kvactors.replay.progress import progress_for
+from kvactors.replay.run import Outcome, Watchers
 from kvactors.replay.summary import print_summary
 from kvactors.replay.timeline import MOST_SPANS, SpanLog, write_timeline
+from kvactors.replay.virtual import run_on_virtual_time
 
 _PAGE_SPANS = 50_000
 
+_Output = tuple[str | None, Callable[[str], None]]
+"""A file's name, if it was asked for, and who writes it."""
 
-def run_and_show(plan: Plan, *, report_file: str | None, html_file: str | None, timeline_file: str | None) -> int:
-    """Runs a plan with progress on stderr and the summary on stdout, writes the files; the exit code."""
-    out, err = _console(sys.stdout), _console(sys.stderr)
+
+def run_and_show(
+    plan: Plan,
+    *,
+    report_file: str | None = None,
+    html_file: str | None = None,
+    timeline_file: str | None = None,
+    event_log_file: str | None = None,
+) -> int:
+    """Runs a plan with progress on stderr, writes the files, prints the summary on stdout; the exit code.
+
+    The files come first, so that they are there whatever becomes of stdout. Ctrl-C while they are written is remembered, and
+    changes the exit code alone.
+    """
+    err = plain_console(stderr=True)
     if plan.summary.skipped:
-        err.print(f"{plan.summary.skipped} bad trace lines are skipped", highlight=False)
+        err.print(f"{plan.summary.skipped} bad trace lines are skipped")
     spans = SpanLog(MOST_SPANS if timeline_file else _PAGE_SPANS) if timeline_file or html_file else None
-    try:
-        with progress_for(err, plan.summary.requests, MonotonicClock()) as progress:
-            outcome = run_live(
-                plan,
-                spans=spans,
-                on_progress=progress.update,
-                on_stopping=lambda: err.print("stopping: draining what is in flight (Ctrl-C again to give up)"),
-            )
-    except KeyboardInterrupt:
-        err.print("given up: the drain was not awaited")
-        return 130
-    report = outcome.report
-    print_summary(report, out, plan.rules.boundary_tokens)
-    failed = False
-    for path, write in (
-        (report_file, report.write),
-        (html_file, lambda path: write_page(path, report, outcome.samples, spans.spans if spans else ())),
-        (timeline_file, lambda path: write_timeline(path, spans) if spans else None),
-    ):
-        try:
-            if path is not None:
-                write(path)
-        except OSError as error:
+    with Interrupts() as interrupts:
+        began = time.monotonic()
+        outcome, lost_log = _run(plan, err, interrupts, spans, event_log_file)
+        elapsed_s = time.monotonic() - began
+        report = outcome.report
+        failed = _write(
+            err,
+            (report_file, report.write),
+            (html_file, lambda path: write_page(path, report, outcome.samples, spans.spans if spans else ())),
+            (timeline_file, lambda path: write_timeline(path, spans) if spans else None),
+        )
+        if lost_log is not None:
             failed = True
-            err.print(f"kvactors: {path}: cannot be written: {error.strerror}", highlight=False, markup=False)
-    if timeline_file and spans and spans.dropped:
-        err.print(f"the timeline holds the first {len(spans.spans):,} spans; {spans.dropped:,} more were left out")
-    if outcome.interrupted:
+            _cannot_write(err, event_log_file, lost_log)
+        if timeline_file and spans and spans.dropped:
+            err.print(f"the timeline holds the first {len(spans.spans):,} spans; {spans.dropped:,} more were left out")
+        print_summary(report, plain_console(), plan.rules.boundary_tokens, elapsed_s)
+    if outcome.interrupted or interrupts.count:
         return 130
     return 1 if report.broken or failed else 0
 
 
-def _console(file: TextIO) -> Console:
-    """As wide as the terminal; 120 columns into a file or a pipe."""
-    return Console(file=file, width=None if file.isatty() else 120)
+def _run(
+    plan: Plan, err: Console, interrupts: Interrupts, spans: SpanLog | None, event_log_file: str | None
+) -> tuple[Outcome, OSError | None]:
+    """Runs the plan; also why the event log is not whole."""
+    virtual = plan.options.virtual is not None
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(progress_for(err, plan.summary.requests, MonotonicClock(), plain=virtual))
+        watchers = Watchers(
+            observers=() if spans is None else (spans,),
+            on_progress=progress.update,
+            on_stopping=lambda: err.print("stopping: draining what is in flight (Ctrl-C again to give up)"),
+            interrupts=interrupts,
+        )
+        if not virtual:
+            return run_live(plan, watchers), None
+        log = _LogFile(event_log_file)
+        stack.callback(log.close)
+        outcome = run_on_virtual_time(plan, watchers, None if event_log_file is None else log)  # type: ignore[arg-type]
+        log.close()
+        return outcome, log.lost
+
+
+class _LogFile:
+    """A file that is written while the run goes on, and whose failure does not end it."""
+
+    def __init__(self, path: str | None) -> None:
+        self.lost: OSError | None = None
+        self._file: BinaryIO | None = None
+        if path is not None:
+            self._try(lambda: setattr(self, "_file", open(path, "wb")))  # noqa: SIM115 (closed by whoever made this)
+
+    def write(self, line: bytes) -> None:
+        file = self._file
+        if file is not None and self.lost is None:
+            self._try(lambda: file.write(line))
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            self._try(file.close)
+
+    def _try(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except OSError as error:
+            self.lost = self.lost or error
+
+
+def _write(err: Console, *outputs: _Output) -> bool:
+    """Writes each output that was asked for; whether one of them failed."""
+    failed = False
+    for path, write in outputs:
+        if path is None:
+            continue
+        try:
+            write(path)
+        except OSError as error:
+            failed = True
+            _cannot_write(err, path, error)
+    return failed
+
+
+def _cannot_write(err: Console, path: str | None, error: OSError) -> None:
+    err.print(f"kvactors: {path}: cannot be written: {error.strerror or error}", soft_wrap=True)

@@ -25,6 +25,9 @@ class Computed(NamedTuple):
 
 
 class Compute(Protocol):
+    every_layer: bool
+    """whether a layer takes time even if no block of it is to be filled or compared"""
+
     async def run(self, work: Callable[[], int]) -> Computed:
         """Runs `work` off the loop and answers when it is done; an exception of `work` is raised here."""
         ...
@@ -34,6 +37,8 @@ class Compute(Protocol):
 
 class ThreadCompute:
     """One daemon thread that computes, in order. Used from one event loop."""
+
+    every_layer = False
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -14,7 +14,7 @@ from kvactors.core.clock import Clock
 from kvactors.core.observe import Observer
 from kvactors.core.reachability import Hit
 from kvactors.core.steps import FailedLoad, ReleaseReason
-from kvactors.errors import DrainTimeout, KVActorsError
+from kvactors.errors import DrainTimeout, KVActorsError, TraceError
 from kvactors.replay.blocks import BlockRules
 from kvactors.replay.compute import Compute
 from kvactors.replay.hashing import PromptHasher
@@ -94,6 +94,13 @@ class Harness:
         """Starts no further step; the one in hand ends normally."""
         self.stopped = True
 
+    def give_up(self) -> None:
+        """Notes that the play was broken off: what was under way was not awaited, so sessions may be open."""
+        self.stopped = True
+        self.wall_s = self._clock.now() - self._start_s
+        self.tally.event("given up: what was under way was not awaited")
+        self._sample()
+
     async def play(self, requests: Iterator[TraceRequest]) -> None:
         """Plays the requests, then drains the engine. Failures of requests are counted, not raised."""
         self._start_s = self._clock.now()
@@ -146,7 +153,7 @@ class Harness:
         scheduler = self._scheduler
         while scheduler.has_room and not self.stopped:
             if not scheduler.waiting:
-                if self._next is None and (request := next(requests, None)) is not None:
+                if self._next is None and (request := self._read(requests)) is not None:
                     self._next = self._prompt(request)
                 if self._next is None:
                     return None
@@ -177,6 +184,14 @@ class Harness:
             if prompt.served is None and hit.tokens == 0:
                 prompt.served = 0
         return 0.0
+
+    def _read(self, requests: Iterator[TraceRequest]) -> TraceRequest | None:
+        """The next request; a trace that cannot be read on ends here, and the requests in play go on."""
+        try:
+            return next(requests, None)
+        except TraceError as error:
+            self._broke(str(error))
+            return None
 
     def _prompt(self, request: TraceRequest) -> Prompt:
         arrival_s = request.timestamp_ms / 1000.0 / self.pace.speed if self.pace.speed else 0.0

@@ -132,7 +132,7 @@ class StepPlayer:
         contents = self._pool.layer(layer)
         to_check = sum(len(check[c.group_id]) * c.nbytes for c in contents)
         to_fill = sum(len(fill[c.group_id]) for c in contents)
-        if not to_check and not to_fill:
+        if not to_check and not to_fill and not self._compute.every_layer:
             return
         done = await self._compute.run(lambda: _work(contents, check, fill))
         self._tally.compute_s += done.end_s - done.start_s

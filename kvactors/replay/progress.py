@@ -21,9 +21,9 @@ class ShowsProgress(Protocol):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
 
-def progress_for(console: Console, total: int, clock: Clock) -> ShowsProgress:
-    """The right display for where the console writes to."""
-    return LiveProgress(console, total, clock) if console.is_terminal else PlainProgress(console, total, clock)
+def progress_for(console: Console, total: int, clock: Clock, *, plain: bool = False) -> ShowsProgress:
+    """The right display for where the console writes to; plain lines in any case with `plain`."""
+    return LiveProgress(console, total, clock) if console.is_terminal and not plain else PlainProgress(console, total, clock)
 
 
 def _rates(tally: Tally, elapsed_s: float) -> str:
@@ -76,12 +76,12 @@ class PlainProgress:
         now = self._clock.now()
         if not self._begun:
             self._begun = True
-            self._console.print(f"replaying {self._total:,} requests", highlight=False)
+            self._console.print(f"replaying {self._total:,} requests")
         if now - self._last < PLAIN_EVERY_S:
             return
         self._last = now
         done = tally.completed + tally.failed
-        self._console.print(f"{done:,} of {self._total:,} requests  {_rates(tally, now - self._start)}", highlight=False)
+        self._console.print(f"{done:,} of {self._total:,} requests  {_rates(tally, now - self._start)}")
 
     def __enter__(self) -> PlainProgress:
         return self

@@ -99,7 +99,7 @@ class FailuresPart(msgspec.Struct, kw_only=True):
 class Report(msgspec.Struct, kw_only=True):
     """Everything a run counted. Units: tokens, blocks (objects), payload bytes, seconds.
 
-    `interrupted`: the run was stopped and drained; the counts are those of what ran. `events` says in words what went
+    `interrupted`: the run was stopped; the counts are those of what ran. `events` says in words what went
     wrong. The other parts are as the names say; see docs/cli.md.
     """
 
@@ -121,6 +121,7 @@ class Report(msgspec.Struct, kw_only=True):
     steps: int = 0
     interrupted: bool = False
     events: list[str] = []
+    event_log_sha256: str | None = None
 
     @property
     def broken(self) -> bool:

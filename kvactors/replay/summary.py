@@ -17,8 +17,11 @@ def si_bytes(n: float) -> str:
     raise AssertionError
 
 
-def print_summary(report: Report, console: Console, shortest_hit_tokens: int) -> None:
-    """Prints the summary; `shortest_hit_tokens` is the length of the shortest possible hit (the boundary B)."""
+def print_summary(report: Report, console: Console, shortest_hit_tokens: int, elapsed_s: float | None = None) -> None:
+    """Prints the summary on a console without markup; `shortest_hit_tokens` is the shortest possible hit (the boundary B).
+
+    `elapsed_s`: real seconds of a run on virtual time.
+    """
     wall = max(report.time.wall_s, 1e-9)
     moved = report.bytes.saved + report.bytes.loaded
     table = Table(title=f"{report.layout.name} on the {report.store} store", title_justify="left", show_header=False)
@@ -69,17 +72,22 @@ def print_summary(report: Report, console: Console, shortest_hit_tokens: int) ->
         f"compute {report.time.compute_s:.2f} s, waiting for loads {report.time.exposed_load_s:.2f} s, "
         f"for saves {report.time.exposed_save_s:.2f} s",
     )
+    if report.clock == "virtual":
+        speed = (
+            "" if elapsed_s is None else f"; it took {elapsed_s:.2f} s, {report.requests.completed / elapsed_s:,.0f} requests/s"
+        )
+        table.add_row("clock", "virtual", f"seed {report.seed}: all times above are virtual{speed}")
     console.print(table)
     if report.tokens.hit == 0 and report.requests.completed:
-        console.print(f"No hits: {why_no_hits(report, shortest_hit_tokens)}", markup=False)
+        console.print(f"No hits: {why_no_hits(report, shortest_hit_tokens)}")
     for text in report.events[:5]:
-        console.print(f"! {text}", markup=False)
+        console.print(f"! {text}")
     if len(report.events) > 5:
-        console.print(f"! … {len(report.events) - 5} more in the report's events", markup=False)
+        console.print(f"! … {len(report.events) - 5} more in the report's events")
     for text in report.invariants.violations[:10]:
-        console.print(f"BROKEN: {text}", style="bold red", markup=False)
+        console.print(f"BROKEN: {text}", style="bold red")
     if report.interrupted:
-        console.print("Interrupted: drained; the numbers are those of what ran.", markup=False)
+        console.print("Interrupted: the numbers are those of what ran.")
 
 
 def why_no_hits(report: Report, shortest_hit_tokens: int) -> str:

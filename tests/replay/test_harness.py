@@ -25,8 +25,9 @@ from kvactors.replay.blocks import BlockRules
 from kvactors.replay.compute import Computed, ThreadCompute
 from kvactors.replay.harness import Harness, Pace
 from kvactors.replay.hashing import PromptHasher, trace_hash_tokens
-from kvactors.replay.live import ReplayOptions, plan_replay, run_live
+from kvactors.replay.live import run_live
 from kvactors.replay.local_pool import LocalPool
+from kvactors.replay.plan import ReplayOptions, plan_replay
 from kvactors.replay.report import Report
 from kvactors.replay.tally import Tally
 from kvactors.replay.trace import TraceRequest
@@ -84,6 +85,8 @@ class Played:
 
 class InlineCompute:
     """Computes on the loop itself, in no time: the seam that a virtual clock uses."""
+
+    every_layer = False
 
     async def run(self, work: Callable[[], int]) -> Computed:
         return Computed(work(), 0.0, 0.0)

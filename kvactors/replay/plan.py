@@ -1,0 +1,106 @@
+"""What to replay, checked against itself and the whole trace before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvactors.core.layout import KVLayout
+from kvactors.errors import ConfigError
+from kvactors.layouts import boundary_tokens
+from kvactors.replay.blocks import BlockRules
+from kvactors.replay.hashing import trace_hash_tokens
+from kvactors.replay.trace import TraceSource, TraceSummary, scan_trace
+from kvactors.stores import FaultPlan
+
+_MOST_BLOCKS = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualOptions:
+    """How fast the simulated machine is.
+
+    Attributes:
+        bandwidth: bytes a second of one transfer worker.
+        latency_s: seconds that every store call takes besides.
+        layer_time_s: seconds of compute per layer of a step.
+    """
+
+    bandwidth: int = 10 << 30
+    latency_s: float = 0.0002
+    layer_time_s: float = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What to replay, and how. Sizes in bytes, lengths in tokens. `virtual`: on virtual time; None = live."""
+
+    trace: str
+    layout: KVLayout
+    store: str = "memory"
+    capacity: int | None = None
+    retention: int | None = None
+    local_blocks: int | None = None
+    concurrency: int = 1
+    chunk_tokens: int = 8192
+    speed: float | None = None
+    requests: int | None = None
+    skip_bad: bool = False
+    faults: FaultPlan | None = None
+    seed: int = 0
+    virtual: VirtualOptions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A replay whose every input was checked."""
+
+    options: ReplayOptions
+    summary: TraceSummary
+    rules: BlockRules
+    source: TraceSource
+
+    @property
+    def seed(self) -> int:
+        """The seed in force: the fault plan's own, or else the option's."""
+        faults = self.options.faults
+        return self.options.seed if faults is None or faults.seed is None else faults.seed
+
+
+def plan_replay(options: ReplayOptions) -> Plan:
+    """Checks the whole trace and every option against each other, before anything runs.
+
+    Raises:
+        LocalError: a bad trace line, a layout or an option that cannot work.
+    """
+    layout = options.layout
+    b = boundary_tokens(layout)
+    if options.retention is not None and (options.retention < 0 or options.retention % b):
+        raise ConfigError(f"--retention {options.retention}: must be 0 or a multiple of the layout's boundary of {b} tokens")
+    if options.capacity is not None:
+        for group in layout.groups:
+            if layout.object_bytes(group.id) > options.capacity:
+                raise ConfigError(
+                    f"--capacity {options.capacity}: is smaller than one object of group {group.id}, "
+                    f"which has {layout.object_bytes(group.id)} bytes; give more capacity or a larger --scale"
+                )
+    if options.virtual is not None and options.faults is not None and any(f.what == "freeze" for f in options.faults.faults):
+        raise ConfigError(
+            "--faults: a freeze holds a thread until somebody lets it go, and --virtual has no threads; use latency instead"
+        )
+    rules = BlockRules(layout, trace_hash_tokens(g.block_tokens for g in layout.groups), options.retention)
+    source = TraceSource(options.trace)
+    summary = scan_trace(source, skip_bad=options.skip_bad, limit=options.requests)
+    return Plan(options, summary, rules, source)
+
+
+def local_blocks(plan: Plan) -> dict[int, int]:
+    """Local blocks per group: enough for any requests of the trace that can run at once, or the bound if that is less."""
+    longest = plan.summary.longest
+    n = plan.options.concurrency
+    together = [*longest[:n], *[longest[0]] * max(0, min(n, plan.summary.requests) - len(longest))]
+    out: dict[int, int] = dict.fromkeys((g.id for g in plan.rules.groups), 0)
+    for length in together:
+        for g, most in plan.rules.enough_blocks(length).items():
+            out[g] += most
+    limit = plan.options.local_blocks
+    return {g: max(1, min(most, _MOST_BLOCKS if limit is None else limit)) for g, most in out.items()}

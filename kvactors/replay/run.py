@@ -1,0 +1,223 @@
+"""Plays a plan on the running loop, whichever clock that has: builds pool, engine and harness, and makes the report."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvactors.actors.pool import Executor
+from kvactors.core.clock import Clock
+from kvactors.core.config import EngineConfig
+from kvactors.core.observe import Observer, Span
+from kvactors.core.store import Store
+from kvactors.devices import CpuDevices
+from kvactors.engine import Engine
+from kvactors.errors import KVActorsError
+from kvactors.replay.compute import Compute
+from kvactors.replay.harness import Harness, Pace
+from kvactors.replay.interrupts import Interrupts
+from kvactors.replay.local_pool import LocalPool
+from kvactors.replay.plan import Plan, local_blocks
+from kvactors.replay.report import Report, TracePart, build_report
+from kvactors.replay.tally import Sample, Tally
+from kvactors.replay.trace import TraceReader
+from kvactors.stores import FaultyStore
+
+GIVE_UP_S = 5.0
+"""How long a run that was given up may take to fall apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What a run stands on: the parts that differ between the live and the virtual clock.
+
+    Attributes:
+        name: "live" or "virtual".
+        executor: runs the transfer workers; None = threads.
+    """
+
+    name: str
+    clock: Clock
+    compute: Compute
+    store: Store
+    executor: Executor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Watchers:
+    """Who looks on while a plan is played; all optional.
+
+    Attributes:
+        observers: take spans.
+        on_progress: called after each step.
+        on_stopping: called at the first Ctrl-C.
+        interrupts: whose Ctrl-C stops the run; None = they raise as usual.
+    """
+
+    observers: Sequence[Observer] = ()
+    on_progress: Callable[[Tally], None] | None = None
+    on_stopping: Callable[[], None] | None = None
+    interrupts: Interrupts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a replay ended."""
+
+    report: Report
+    samples: list[Sample]
+    interrupted: bool
+
+
+async def play_plan(plan: Plan, ground: Ground, watchers: Watchers) -> Outcome:
+    """Plays a plan to its end, or until it is interrupted: the first time the step in hand ends and everything is drained, the
+    second time nothing is awaited any more. Either way there is a report."""
+    options, rules = plan.options, plan.rules
+    pool = LocalPool(options.layout, local_blocks(plan), options.local_blocks)
+    observer = _together(watchers.observers)
+    stopping, given_up = asyncio.Event(), asyncio.Event()
+    engine = Engine(
+        options.layout,
+        ground.store,
+        pool.bases,
+        EngineConfig(audit=True),
+        clock=ground.clock,
+        rng=random.Random(plan.seed),
+        devices=CpuDevices(),
+        hash_tokens=rules.hash_tokens,
+        observer=observer,
+        executor=ground.executor,
+    )
+    harness = Harness(
+        engine,
+        pool,
+        rules,
+        ground.compute,
+        clock=ground.clock,
+        sleep=partial(_sleep, stopping),
+        pace=Pace(options.concurrency, options.chunk_tokens, options.speed),
+        observer=observer,
+        on_progress=watchers.on_progress,
+    )
+
+    def interrupted(count: int) -> None:
+        if count > 1:
+            given_up.set()
+        elif not stopping.is_set():
+            stopping.set()
+            harness.stop()
+            if watchers.on_stopping is not None:
+                watchers.on_stopping()
+
+    reader = TraceReader(plan.source, skip_bad=options.skip_bad, limit=plan.summary.requests, expected=plan.summary.checksum)
+    pool.register(ground.store)
+    try:
+        with _passing_on(watchers.interrupts, interrupted):
+            async with engine:
+                await _play(harness, engine, iter(reader), given_up)
+                report = _report(plan, ground, engine, harness)
+    finally:
+        ground.compute.close()
+        _release(pool, ground.store)
+    return Outcome(report, harness.tally.samples, harness.stopped)
+
+
+async def _play(harness: Harness, engine: Engine, requests: Iterator[object], given_up: asyncio.Event) -> None:
+    playing = asyncio.ensure_future(harness.play(requests))  # type: ignore[arg-type]
+    waiting = asyncio.ensure_future(given_up.wait())
+    try:
+        await asyncio.wait({playing, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if playing.done():
+            playing.result()
+            return
+        playing.cancel()
+        await engine.close()  # answers whatever the harness waits for
+        await asyncio.wait({playing}, timeout=GIVE_UP_S)
+        harness.give_up()
+    finally:
+        playing.cancel()
+        waiting.cancel()
+
+
+def _report(plan: Plan, ground: Ground, engine: Engine, harness: Harness) -> Report:
+    options, store = plan.options, ground.store
+    return build_report(
+        trace=TracePart(path=_text(options.trace), requests=plan.summary.requests, skipped=plan.summary.skipped),
+        layout=options.layout,
+        boundary_tokens=plan.rules.boundary_tokens,
+        hash_tokens=plan.rules.hash_tokens,
+        store=options.store,
+        clock=ground.name,
+        seed=plan.seed,
+        tally=harness.tally,
+        stats=engine.stats(),
+        violations=[*harness.violations, *engine.violations()],
+        checked=harness.checks + engine.invariants_checked,
+        wall_s=harness.wall_s,
+        injected=store.injected if isinstance(store, FaultyStore) else 0,
+        preemptions=harness.scheduler.preempted_in_all,
+        interrupted=harness.stopped,
+    )
+
+
+def _text(path: str) -> str:
+    """A path as text that can be written anywhere: bytes that are no UTF-8 are replaced."""
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def _release(pool: LocalPool, store: Store) -> None:
+    """Waits until no call uses the pool's memory any more; frozen calls are let go first."""
+    if isinstance(store, FaultyStore):
+        for gate in store.gates:
+            store.release(gate)
+    try:
+        pool.unregister(store)
+        store.close()
+    except KVActorsError:
+        pass  # a store that was killed by a fault plan answers like that; the memory is the process's own
+
+
+async def _sleep(stopping: asyncio.Event, wait_s: float) -> None:
+    if wait_s <= 0:
+        await asyncio.sleep(0)
+        return
+    try:
+        await asyncio.wait_for(stopping.wait(), wait_s)
+    except TimeoutError:
+        pass
+
+
+def _together(observers: Sequence[Observer]) -> Observer | None:
+    return observers[0] if len(observers) == 1 else _All(observers) if observers else None
+
+
+class _All:
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = tuple(observers)
+
+    def span(self, span: Span) -> None:
+        for observer in self._observers:
+            observer.span(span)
+
+
+class _passing_on:
+    """While it is entered, SIGINTs reach the loop that is running."""
+
+    def __init__(self, interrupts: Interrupts | None, act: Callable[[int], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self._passed = None if interrupts is None else interrupts.passed_to(lambda n: _call(loop, act, n))
+
+    def __enter__(self) -> None:
+        if self._passed is not None:
+            self._passed.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._passed is not None:
+            self._passed.__exit__(None, None, None)
+
+
+def _call(loop: asyncio.AbstractEventLoop, act: Callable[[int], None], count: int) -> None:
+    loop.call_soon_threadsafe(act, count)

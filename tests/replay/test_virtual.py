@@ -1,0 +1,118 @@
+"""Replays on virtual time: the same engine and the same bytes, repeatable to the byte, and a model of a machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvactors.layouts import FAMILIES
+from kvactors.replay.live import run_live
+from kvactors.replay.plan import ReplayOptions, VirtualOptions, plan_replay
+from kvactors.replay.report import Report
+from kvactors.replay.run import Watchers
+from kvactors.replay.timeline import SpanLog
+from kvactors.replay.virtual import run_on_virtual_time
+from kvactors.stores import PRESETS, FaultPlan
+
+SAMPLE = Path(__file__).parents[2] / "examples" / "sample_trace.jsonl"
+OPTIONS = ReplayOptions(str(SAMPLE), FAMILIES["seed-example"].build(), requests=60, virtual=VirtualOptions())
+
+
+def run(**change: Any) -> Report:
+    return run_on_virtual_time(plan_replay(replace(OPTIONS, **change))).report
+
+
+def test_it_counts_what_a_live_run_counts() -> None:
+    virtual, live = run(), run_live(plan_replay(replace(OPTIONS, virtual=None))).report
+    assert (virtual.clock, live.clock) == ("virtual", "live")
+    for part in ("requests", "tokens", "blocks", "bytes", "sessions", "failures", "steps"):
+        assert getattr(virtual, part) == getattr(live, part), part
+    assert live.event_log_sha256 is None
+
+
+@pytest.mark.parametrize("preset", [None, *PRESETS])
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_the_same_seed_gives_the_same_bytes(preset: str | None, concurrency: int) -> None:
+    plan = None if preset is None else FaultPlan.preset(preset)
+    change: dict[str, Any] = {"faults": plan, "concurrency": concurrency, "capacity": 3000, "seed": 3}
+    logs = [BytesIO(), BytesIO()]
+    reports = [run_on_virtual_time(plan_replay(replace(OPTIONS, **change)), event_log=log).report.to_json() for log in logs]
+    assert reports[0] == reports[1]
+    assert logs[0].getvalue() == logs[1].getvalue()
+    report = json.loads(reports[0])
+    assert (report["requests"]["completed"], report["bytes"]["mismatched"]) == (60, 0)
+    assert report["invariants"]["violations"] == []
+    assert bool(report["failures"]["injected"]) == (preset is not None)
+    assert run(**{**change, "seed": 4}).event_log_sha256 != report["event_log_sha256"]
+
+
+def test_other_processes_and_hash_seeds_give_the_same_bytes(tmp_path: Path) -> None:
+    """Also of the files that the command writes."""
+    found = []
+    for hash_seed in ("0", "4242"):
+        files = [tmp_path / f"{name}{hash_seed}" for name in ("report", "log", "timeline")]
+        words = ["--report", files[0], "--event-log", files[1], "--timeline", files[2], "--faults", "flaky-store"]
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "kvactors",
+                "replay",
+                SAMPLE,
+                "--virtual",
+                "--concurrency",
+                "3",
+                "--capacity",
+                "5KB",
+                *words,
+            ],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            check=True,
+            capture_output=True,
+        )
+        found.append([file.read_bytes() for file in files])
+    assert found[0] == found[1]
+    import hashlib
+
+    assert json.loads(found[0][0])["event_log_sha256"] == hashlib.sha256(found[0][1]).hexdigest()
+
+
+def test_every_layer_of_every_step_takes_the_layer_time() -> None:
+    report = run(virtual=VirtualOptions(bandwidth=1 << 60, latency_s=0.0, layer_time_s=0.25))
+    assert report.time.compute_s == pytest.approx(report.steps * 4 * 0.25)
+    assert report.time.wall_s == pytest.approx(report.time.compute_s)
+
+
+def test_latency_and_bandwidth_are_what_calls_take() -> None:
+    fast = run(virtual=VirtualOptions(layer_time_s=0.0, latency_s=0.001)).time.wall_s
+    slow = run(virtual=VirtualOptions(layer_time_s=0.0, latency_s=0.01)).time.wall_s
+    assert slow == pytest.approx(10 * fast, rel=0.1)
+    thin = run(virtual=VirtualOptions(layer_time_s=0.0, latency_s=0.0, bandwidth=1000))
+    assert thin.time.wall_s > (thin.bytes.saved + thin.bytes.loaded) / 1000 / 3
+
+
+def test_latency_faults_pass_on_virtual_time() -> None:
+    plain, slow = run(), run(faults=FaultPlan.preset("slow-store"))
+    assert slow.failures.injected > 100
+    assert slow.time.wall_s > plain.time.wall_s + 1
+    spans = SpanLog()
+    plan = plan_replay(replace(OPTIONS, faults=FaultPlan.preset("slow-store")))
+    run_on_virtual_time(plan, Watchers(observers=(spans,)))
+    calls = [s for s in spans.spans if s.track.startswith("worker") and "bytes" in s.args]
+    assert min(s.end_s - s.start_s for s in calls) > 0.002
+    assert max(s.end_s - s.start_s for s in calls) > 0.05
+
+
+def test_arrivals_by_timestamps_are_on_the_same_clock() -> None:
+    last = max(json.loads(line)["timestamp"] for line in SAMPLE.read_text().splitlines()[:60]) / 1000
+    report = run(speed=2.0)
+    assert report.requests.completed == 60
+    assert last / 2 <= report.time.wall_s < last / 2 + 1
