@@ -337,6 +337,10 @@ class Coordinator(Actor):
         if not run.end_asked or not run.active or run.ending or state.ended.is_open:
             return
         self._note_failures(state)
+        if not state.windowed and not run.failed:
+            for request in state.requests.values():
+                if request.request_id not in state.failed:
+                    self._taints.loaded(request)
         state.close()
         state.ended.open()
         if run is self._open:

@@ -497,7 +497,7 @@ class Driver:
         harmless = {"event_late", "slow", "key"}
         if set(world.trouble.injected) - harmless or world.rates.space or self._aborts or self._left_early:
             return
-        for key in self._published - world.pool.touched:
+        for key in self._published - world.pool.touched - world.pool.revoked:
             o = world.pool.objects.get(key)
             self._must(o is not None and o.committed, f"I8: {key} was computed and saved, nothing failed, and it is not there")
 

@@ -362,19 +362,6 @@ def a_write_past_its_deadline_counts_as_done(patch: Patch) -> None:
     patch.setattr(TransferPool, "_post", post)
 
 
-@mutant("slow-store")
-def fences_forgotten(patch: Patch) -> None:
-    """Destinations of a read past its deadline are handed out again while the read may still write them."""
-    patch.setattr(GroupContext, "fence", lambda self, call, by: None)
-    real = Loader._settled
-
-    def settled(self: Any, gs: Any, call: Any, task: Any, outcomes: Any) -> None:
-        real(self, gs, call, task, outcomes)
-        gs.state.fenced.clear()
-
-    patch.setattr(Loader, "_settled", settled)
-
-
 @mutant("none")
 def a_save_task_is_uncounted_twice(patch: Patch) -> None:
     real = LayerTask._end
