@@ -74,7 +74,9 @@ def print_summary(report: Report, console: Console, shortest_hit_tokens: int, el
     )
     if report.clock == "virtual":
         speed = (
-            "" if elapsed_s is None else f"; it took {elapsed_s:.2f} s, {report.requests.completed / elapsed_s:,.0f} requests/s"
+            ""
+            if elapsed_s is None
+            else f"; it took {elapsed_s:.2f} s, {report.requests.completed / max(elapsed_s, 1e-9):,.0f} requests/s"
         )
         table.add_row("clock", "virtual", f"seed {report.seed}: all times above are virtual{speed}")
     console.print(table)

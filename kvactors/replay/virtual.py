@@ -32,6 +32,7 @@ JITTER = 0.1
 """Calls take up to this share less or more than the model says."""
 
 _CANCELLED_TIMERS = 4096
+_LINES_AT_ONCE = 1024
 
 
 def run_on_virtual_time(plan: Plan, watchers: Watchers | None = None, event_log: BinaryIO | None = None) -> Outcome:
@@ -139,18 +140,24 @@ class EventLog:
 
     def __init__(self, file: BinaryIO | None = None) -> None:
         self._hash = hashlib.sha256()
-        self._write: Callable[[bytes], object] = _nowhere if file is None else file.write
+        self._file = file
+        self._lines: list[str] = []
 
     def span(self, span: Span) -> None:
-        args = " ".join(f"{name}={value}" for name, value in span.args.items())
-        line = f"{span.start_s:.9f} {span.end_s:.9f} {span.track} {span.name} {args}\n".encode()
-        self._hash.update(line)
-        self._write(line)
+        args = " ".join([f"{name}={value}" for name, value in span.args.items()])
+        self._lines.append(f"{span.start_s:.9f} {span.end_s:.9f} {span.track} {span.name} {args}\n")
+        if len(self._lines) >= _LINES_AT_ONCE:
+            self._put()
+
+    def _put(self) -> None:
+        lines = "".join(self._lines).encode()
+        self._lines.clear()
+        self._hash.update(lines)
+        if self._file is not None:
+            self._file.write(lines)
 
     @property
     def digest(self) -> str:
+        """SHA-256 of all lines so far, which are in the file then."""
+        self._put()
         return self._hash.hexdigest()
-
-
-def _nowhere(_: bytes) -> None:
-    pass
