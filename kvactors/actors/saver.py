@@ -106,7 +106,8 @@ class Saver:
         assert isinstance(job, Ask)
         answer = job.result
         if done.outcomes[0] is not Outcome.OK or not isinstance(answer, list) or len(answer) != len(sessions):
-            gs.error = gs.error or f"readable: {done.error or done.outcomes[0].value}"
+            answered = f"{answer!r:.60} for {len(sessions)} keys" if done.outcomes[0] is Outcome.OK else done.outcomes[0].value
+            gs.error = gs.error or f"readable: {done.error or answered}"
             self._refuse(gs, [s for s in sessions if s.state is PutState.OPENING], "readable failed")
             return
         wanted: list[PutSession] = []

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 
 MOST_SHARED = 5
-MOST_NEW = 4
+MOST_NEW = 5
 """Fine hash units of a prompt that are shared with an earlier one, and that are its own."""
 
 
@@ -49,8 +49,8 @@ def prompts(count: int, hash_tokens: int, rng: random.Random, prefix: str) -> li
         if trails and rng.random() < 0.7:
             parent = trails[rng.randrange(len(trails))]
             trail = parent[: rng.randrange(min(len(parent), MOST_SHARED) + 1)]
-        for i in range(rng.randrange(1, MOST_NEW)):
+        for i in range(rng.randrange(0 if trail else 1, MOST_NEW)):
             trail = [*trail, hashlib.sha256(f"{prefix}/{n}/{i}/{len(trail)}".encode()).digest()]
         trails.append(trail)
-        out.append(SimRequest(f"{prefix}{n}", trail, len(trail) * hash_tokens + rng.randrange(hash_tokens)))
+        out.append(SimRequest(f"{prefix}{n}", trail, len(trail) * hash_tokens + rng.choice((0, rng.randrange(hash_tokens)))))
     return out

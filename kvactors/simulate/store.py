@@ -61,8 +61,6 @@ class SimulatedPool:
         self.objects: dict[str, _Object] = {}
         self.violations: list[str] = []
         self.touched: set[str] = set()
-        self.revoked: set[str] = set()
-        """keys whose writer took them back; others that computed the same block then stay unsaved too (I10)"""
         self.damaged: set[str] = set()
         """keys overwritten by a session whose loss no client could know of: the master died and came back between two calls"""
         self.commits = 0
@@ -226,7 +224,6 @@ class SimulatedStore:
             o = pool.objects.get(key)
             if o is None or o.address != s.address:
                 return Outcome.NOT_FOUND
-            pool.revoked.add(key)
             touched = key in pool.touched
             pool.drop(key)
             if not touched:

@@ -375,15 +375,15 @@ def a_save_task_is_uncounted_twice(patch: Patch) -> None:
 
 
 @mutant("flaky-keys")
-def one_failed_key_fails_its_whole_call(patch: Patch) -> None:
-    """A failed load marks every request of its call, not its own."""
-    real = Loader._settled
+def one_failed_key_costs_its_whole_call(patch: Patch) -> None:
+    """A failed put revokes every key of its call, not its own."""
+    real = StepSaves.returned
 
-    def settled(self: Any, gs: Any, call: Any, task: Any, outcomes: Any) -> None:
+    def returned(self: Any, call: Any, outcomes: Any) -> None:
         bad = next((o for o in outcomes if o is not Outcome.OK), None)
-        real(self, gs, call, task, outcomes if bad is None else [bad] * len(outcomes))
+        real(self, call, outcomes if bad is None else [bad] * len(outcomes))
 
-    patch.setattr(Loader, "_settled", settled)
+    patch.setattr(StepSaves, "returned", returned)
 
 
 @mutant("lost-master")
