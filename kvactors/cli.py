@@ -7,6 +7,7 @@ line on stderr; 130 = interrupted (after a drain and the partial report).
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import click
 
 from kvactors import __version__
-from kvactors.console import lasting_streams, plain_console
+from kvactors.console import lasting_streams, log_from, logging_to_stderr, plain_console
 from kvactors.core.layout import KVLayout
 from kvactors.errors import KVActorsError, LocalError
 
@@ -41,7 +42,7 @@ class _Commands(_Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         standalone = kwargs.pop("standalone_mode", True)
-        with lasting_streams() as (out, _):
+        with lasting_streams() as (out, _), logging_to_stderr():
             code = self._code(args, kwargs)
             out.flush()
             if out.problem is not None:
@@ -76,28 +77,10 @@ def _complain(text: str) -> None:
     click.echo(f"kvactors: {' '.join(text.split())}", err=True)
 
 
-def _log_to_stderr(quiet: bool) -> None:
-    """Warnings go to stderr, so that stdout holds the results alone. Quiet: errors only, where faults are injected on
-    purpose. KVACTORS_RANGE_DEBUG=1 shows everything."""
-    import logging
-    import os
-
-    import structlog
-
-    level = logging.ERROR if quiet else logging.WARNING
-    if os.environ.get("KVACTORS_RANGE_DEBUG") == "1":
-        level = logging.DEBUG
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
-    )
-
-
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kvactors")
 def cli() -> None:
     """KV-cache blocks of hybrid models, moved layer by layer between a worker and a store."""
-    _log_to_stderr(quiet=False)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -326,7 +309,8 @@ def replay(
         virtual=machine if virtual else None,
     )
     plan = plan_replay(options)
-    _log_to_stderr(quiet=faults is not None)
+    if faults is not None:  # things break on purpose, and often
+        log_from(logging.ERROR)
 
     from kvactors.replay.command import run_and_show
 
@@ -355,10 +339,6 @@ def simulate(
     The last line of the output is the summary. Exit code 1 if a seed failed; each failing one is made smaller and printed with
     the command that repeats it.
     """
-    import logging
-
-    import structlog
-
     from kvactors.simulate.models import instance
     from kvactors.simulate.run import scenario
     from kvactors.simulate.run import simulate as run_all
@@ -367,7 +347,7 @@ def simulate(
     if layout is not None:
         instance(layout)
     plans = [scenario(n, faults, requests=requests, most_faults=most_faults, model=layout) for n in range(low, high)]
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    log_from(logging.CRITICAL)
     totals = run_all(plans, jobs=jobs, most_failures=most_failures, say=click.echo)
     click.echo(totals.line())
     return 1 if totals.failing else 0
@@ -424,7 +404,7 @@ def doctor(as_json: bool) -> int:
     """What is installed, in which version; a loopback self-test; what is missing and how to install it."""
     from kvactors.doctor import examine, print_findings
 
-    _log_to_stderr(quiet=True)
+    log_from(logging.ERROR)
     findings = examine()
     if as_json:
         click.echo(json.dumps([f.as_dict() for f in findings], indent=2))

@@ -1,9 +1,13 @@
-"""What the command line prints on: standard output and standard error, which may be gone, full, or know only ASCII."""
+"""What the command line prints on: standard output and standard error, which may be gone, full, or know only ASCII.
+
+Results go to stdout; progress, complaints and the library's log to stderr.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -92,6 +96,35 @@ def lasting_streams() -> Iterator[tuple[Stream, Stream]]:
         out.flush()
         err.flush()
         sys.stdout, sys.stderr = before
+
+
+class _ToStderr(logging.Handler):
+    """Writes to whatever stderr is when something is logged."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
+
+
+_LOGGER = logging.getLogger("kvactors")
+
+
+@contextlib.contextmanager
+def logging_to_stderr() -> Iterator[None]:
+    """Sends the library's warnings to stderr while it is entered; see `log_from`."""
+    handler, level = _ToStderr(), _LOGGER.level
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    _LOGGER.addHandler(handler)
+    log_from(logging.WARNING)
+    try:
+        yield
+    finally:
+        _LOGGER.removeHandler(handler)
+        _LOGGER.setLevel(level)
+
+
+def log_from(level: int) -> None:
+    """Shows what is at least that important; everything with KVACTORS_RANGE_DEBUG=1."""
+    _LOGGER.setLevel(logging.DEBUG if os.environ.get("KVACTORS_RANGE_DEBUG") == "1" else level)
 
 
 def plain_console(*, stderr: bool = False, soft_wrap: bool = False) -> Console:

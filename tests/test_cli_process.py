@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -94,6 +95,18 @@ def test_usage_goes_to_stderr(words: str) -> None:
     done = shell(f"$KVACTORS {words}")
     assert (done.returncode, done.stdout) == (2, "")
     assert "Usage: kvactors" in done.stderr
+
+
+def test_warnings_go_to_stderr_and_only_where_nothing_breaks_on_purpose() -> None:
+    words = ["replay", str(SAMPLE), "--requests", "20", "--virtual"]
+    with_faults = CliRunner().invoke(cli, [*words, "--faults", "lost-master"])
+    assert with_faults.stderr.splitlines() == ["replaying 20 requests"]
+    debug = CliRunner().invoke(cli, [*words, "--faults", "lost-master"], env={"KVACTORS_RANGE_DEBUG": "1"})
+    assert any(line.startswith("WARNING kvactors.") for line in debug.stderr.splitlines()), debug.stderr
+    assert debug.stdout.splitlines()[:8] == with_faults.stdout.splitlines()[:8]
+    for name in ("layout list --json", "doctor --json"):
+        json.loads(CliRunner().invoke(cli, name.split(), env={"KVACTORS_RANGE_DEBUG": "1"}).stdout)
+    assert not logging.getLogger("kvactors").handlers
 
 
 # -- names from users ----------------------------------------------------------------------------------------------------

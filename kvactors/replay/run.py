@@ -135,7 +135,9 @@ async def _play(harness: Harness, engine: Engine, requests: Iterator[object], gi
             return
         playing.cancel()
         await engine.close()  # answers whatever the harness waits for
-        await asyncio.wait({playing}, timeout=GIVE_UP_S)
+        done, _ = await asyncio.wait({playing}, timeout=GIVE_UP_S)
+        if done and not playing.cancelled():
+            playing.exception()  # whatever broke in the middle of it is of no interest any more
         harness.give_up()
     finally:
         playing.cancel()
