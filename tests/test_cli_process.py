@@ -103,7 +103,7 @@ def test_warnings_go_to_stderr_and_only_where_nothing_breaks_on_purpose() -> Non
     assert with_faults.stderr.splitlines() == ["replaying 20 requests"]
     debug = CliRunner().invoke(cli, [*words, "--faults", "lost-master"], env={"KVACTORS_RANGE_DEBUG": "1"})
     assert any(line.startswith("WARNING kvactors.") for line in debug.stderr.splitlines()), debug.stderr
-    assert debug.stdout.splitlines()[:8] == with_faults.stdout.splitlines()[:8]
+    assert "kvactors." not in debug.stdout
     for name in ("layout list --json", "doctor --json"):
         json.loads(CliRunner().invoke(cli, name.split(), env={"KVACTORS_RANGE_DEBUG": "1"}).stdout)
     assert not logging.getLogger("kvactors").handlers
