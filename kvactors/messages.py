@@ -9,8 +9,8 @@ A happy step, with one group of one layer (C: compute thread, K: coordinator, G:
     P->G TransferDone   G->K GroupCommitted  K opens the settled latch
 
 A step that is aborted: `AbortStep` (queued transfers are cancelled, those under way awaited), `EndGroup(revoke=True)`, and
-the same answers. A preparation that raises: `PrepareFailed`, then `EndGroup(revoke=True)` to every group, and the same answers. A group
-that crashed: the supervisor posts `GroupFailed` and answers for it.
+the same answers. A preparation that raises: `PrepareFailed`, then `EndGroup(revoke=True)` to every group, and the same
+answers. A group that crashed: the supervisor posts `GroupFailed` and answers for it.
 
 `step` names the object that holds all state of one step (or of one `LoadBlocks`); a message of a closed step finds none, is
 dropped and counted. Answers to a caller are plain callables, which never block.

@@ -13,6 +13,7 @@ from kvactors.actors.actor import Actor, Post
 from kvactors.actors.group_step import GroupContext, GroupStep
 from kvactors.actors.loader import Loader
 from kvactors.actors.pool import TransferPool
+from kvactors.actors.range_debug import RangeDebug
 from kvactors.actors.saver import Cleaned, ReadableDone, RetryCleanUp, RetryOpens, RetryRevokes, Saver
 from kvactors.actors.step_state import StepState
 from kvactors.core.clock import Clock
@@ -75,6 +76,7 @@ class GroupActor(Actor):
         upward: Post,
         fences: dict[tuple[int, int], int],
         observer: Observer | None = None,
+        range_debug: RangeDebug | None = None,
     ) -> None:
         super().__init__(f"group-{group_id}", clock, observer, mailbox_limit=256 + 4 * len(ranges.layers))
         self.group_id = group_id
@@ -84,7 +86,20 @@ class GroupActor(Actor):
         self._stray = False
         """sessions outlived their step: a lost call holds them until it returns"""
         self.context = GroupContext(
-            group_id, ranges, key_parts, stores, table, stats, pool, clock, config, self.mailbox, upward, self.later, fences
+            group_id,
+            ranges,
+            key_parts,
+            stores,
+            table,
+            stats,
+            pool,
+            clock,
+            config,
+            self.mailbox,
+            upward,
+            self.later,
+            fences,
+            range_debug,
         )
         self._loader = Loader(self.context)
         self._saver = Saver(self.context)

@@ -9,6 +9,7 @@ from typing import Any
 from kvactors.actors.actor import Post
 from kvactors.actors.mailbox import Mailbox
 from kvactors.actors.pool import TransferPool
+from kvactors.actors.range_debug import RangeDebug
 from kvactors.actors.step_state import StepState
 from kvactors.core.clock import Clock
 from kvactors.core.config import EngineConfig
@@ -79,6 +80,7 @@ class GroupContext:
     upward: Post
     later: Callable[[float, Any], Any]
     fences: dict[tuple[int, int], int]
+    range_debug: RangeDebug | None = None
 
     def key(self, block_hash: bytes) -> str:
         before, after = self.key_parts

@@ -206,6 +206,10 @@ class Loader:
             ]
             task.plan(c.group_id, len(jobs))
             gs.reads += len(jobs)
+            if c.range_debug is not None:
+                for call in calls:
+                    owners = [(loads.requests[row], loads.blocks[row]) for row in call.rows.tolist()]
+                    c.range_debug.ranges("get", c.group_id, call, owners, event)
             for job in jobs:
                 c.submit(job)
 

@@ -314,6 +314,10 @@ class Saver:
             )
         task.plan(c.group_id, len(jobs))
         gs.writes += len(jobs)
+        if c.range_debug is not None:
+            for call in calls:
+                whose = [saves.sessions[row].owner for row in call.rows.tolist()]
+                c.range_debug.ranges("put", c.group_id, call, [(o.request_id, o.block_index) for o in whose], message.event)
         for job in jobs:
             c.submit(job)
         if not calls:

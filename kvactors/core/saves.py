@@ -65,6 +65,8 @@ class StepSaves:
         self._inflight = np.empty(0, dtype=np.int32)
         self._causes: dict[int, str] = {}
         self._adopted: list[PutSession] = []
+        self._unwanted: set[str] = set()
+        """tainted requests whose keys were killed"""
 
     def admit(self, sessions: Sequence[PutSession], block_ids: Sequence[int]) -> None:
         """Takes in sessions that were just opened; only before the first layer is signalled."""
@@ -121,10 +123,12 @@ class StepSaves:
 
         A group whose last layer lies before the failing one holds only bytes computed before it: those keys stay.
         """
-        for row, session in enumerate(self.sessions):
-            layer = unwanted.get(session.owner.request_id)
-            if layer is not None and layer <= self.ranges.last_layer and self._open[row] and self._alive[row]:
-                self.kill(row, cause)
+        for request_id, layer in list(unwanted.items()):
+            if layer <= self.ranges.last_layer and request_id not in self._unwanted:
+                self._unwanted.add(request_id)
+                for row, session in enumerate(self.sessions):
+                    if session.owner.request_id == request_id and self._open[row] and self._alive[row]:
+                        self.kill(row, cause)
 
     def kill_all(self, cause: str) -> None:
         for row in np.flatnonzero(self._alive & self._open).tolist():

@@ -20,6 +20,8 @@ from kvactors.actors.group import GroupActor
 from kvactors.actors.latch import Latch, SaveGate
 from kvactors.actors.log import get_logger
 from kvactors.actors.pool import Executor, TransferPool
+from kvactors.actors.range_debug import RangeDebug
+from kvactors.actors.range_debug import wanted as range_debug_wanted
 from kvactors.actors.step_state import StepState
 from kvactors.actors.threads import WorkerThreads
 from kvactors.actors.undertaker import Undertaker
@@ -32,7 +34,7 @@ from kvactors.core.lookup import KeySpace
 from kvactors.core.observe import Observer
 from kvactors.core.ranges import Bases, group_ranges
 from kvactors.core.reachability import Hit, Reachability
-from kvactors.core.sessions import SessionTable
+from kvactors.core.sessions import Owner, SessionTable
 from kvactors.core.stats import EngineStats, GroupStats, SessionStats
 from kvactors.core.steps import GroupBlocks, ReleaseReason, StepRequest
 from kvactors.core.store import Store
@@ -109,6 +111,7 @@ class Engine:
         self._audit = AuditedStore(store, self.clock, config) if config.audit else None
         self._stats = EngineStats(groups={g.id: GroupStats() for g in layout.groups}, sessions=SessionStats())
         self._story = StoryBook(self.clock)
+        self._range_debug = RangeDebug() if range_debug_wanted() else None
         self._stages = list(stages) or [layout]
         self._keys: KeySpace | None = KeySpace(self._stages) if stages or layout.pp_size == 1 else None
         self._states: dict[int, StepState] = {}
@@ -167,7 +170,7 @@ class Engine:
             ranges,
             layout.key_parts(group_id, layout.head_of(group_id, tp_rank)),
             stores=layout.stores(group_id, tp_rank),
-            table=SessionTable(group_id, self._stats.sessions, self._story.record),
+            table=SessionTable(group_id, self._stats.sessions, self._record),
             stats=self._stats.groups[group_id],
             steps=self._states,
             pool=self._pool,
@@ -176,7 +179,13 @@ class Engine:
             upward=lambda m: self._coordinator.mailbox.post(m),
             fences=self._fences,
             observer=observer,
+            range_debug=self._range_debug,
         )
+
+    def _record(self, request_id: str, group_id: int, block_index: int, what: str) -> None:
+        self._story.record(request_id, group_id, block_index, what)
+        if self._range_debug is not None:
+            self._range_debug.session(what, Owner(request_id, group_id, block_index))
 
     # -- life ----------------------------------------------------------------------------------------------------------
 

@@ -341,7 +341,7 @@ class Driver:
         self, layout: KVLayout, rank: int, batch: list[SimRequest], ends: dict[str, int], of: Callable[[Group], bool]
     ) -> list[tuple[int, int, bytes, bool]]:
         return [
-            (g.id, r.tables[rank][g.id][i], self._hash(layout, g, r, i), rank not in r.wrong)
+            (g.id, r.tables[rank][g.id][i], self._hash(g, r, i), rank not in r.wrong)
             for r in batch
             for g in layout.groups
             if g.layers and of(g)
@@ -354,7 +354,7 @@ class Driver:
             self.blocks[rank].write(group, layer, block, block_hash, right)
 
     def _device(self, rank: int, work: Callable[[], None]) -> DeviceEvent:
-        """Queues `work` on the rank's stream, late at times; the event after it may be lost (the driver of the device hangs)."""
+        """Queues `work` on the rank's stream, late at times; the event after it may be lost (the device driver hangs)."""
         trouble, stream = self.world.trouble, self.streams[rank]
         late = trouble.draw("event_late", trouble.rates.event_late)
         stream.submit(work, trouble.pick(0.0, 0.01) if late else 0.0)
@@ -422,7 +422,7 @@ class Driver:
                             self._check_loaded(r, rank, g, layer)  # nothing came in late, or was overwritten
                         if not r.wrong and g.layers and local.layout.stores(g.id, self.engines[rank].tp_rank):
                             saved = [i for i in self._saved(r, g, ends[r.id]) if i in r.tables[rank][g.id]]
-                            self._published |= {local.key(g.id, self._hash(local.layout, g, r, i)) for i in saved}
+                            self._published |= {local.key(g.id, self._hash(g, r, i)) for i in saved}
                 r.hit, r.computed = 0, max(r.computed, ends[r.id])
             top = len(r.hashes) * self._hash_tokens // self._boundary * self._boundary
             if r.computed >= top:
@@ -433,7 +433,7 @@ class Driver:
         for rank, local in enumerate(self.blocks):
             for g in local.layout.groups:
                 saved = [i for i in self._saved(r, g, end) if i in r.tables[rank].get(g.id, {})]
-                self.world.excused |= {local.key(g.id, self._hash(local.layout, g, r, i)) for i in saved}
+                self.world.excused |= {local.key(g.id, self._hash(g, r, i)) for i in saved}
 
     async def _restart(self, r: SimRequest) -> None:
         """Starts again from what is still readable; after some failures, from nothing."""
@@ -462,7 +462,7 @@ class Driver:
             if gate.pending < 0 or gate.pending > gate.limit + 1:
                 world.broke(f"I7: {gate.pending} save tasks are pending; the limit is {gate.limit}")
 
-    def _hash(self, layout: KVLayout, g: Group, r: SimRequest, index: int) -> bytes:
+    def _hash(self, g: Group, r: SimRequest, index: int) -> bytes:
         k = g.block_tokens // self._hash_tokens
         return r.hashes[(index + 1) * k - 1]
 
@@ -473,7 +473,7 @@ class Driver:
         n = [x.id for x in layout.groups].index(g.id)
         for i, needed in enumerate(r.masks[n]):
             if needed:
-                block_hash = self._hash(layout, g, r, i)
+                block_hash = self._hash(g, r, i)
                 if local.key(g.id, block_hash) in self.world.pool.damaged:
                     continue
                 right = local.holds(g.id, layer, r.tables[rank][g.id][i], block_hash)
@@ -484,7 +484,7 @@ class Driver:
         if before or self.world.trouble.whole_calls or self._reckless:
             return
         keys = {
-            local.key(g.id, self._hash(local.layout, g, r, i))
+            local.key(g.id, self._hash(g, r, i))
             for local in self.blocks
             for n, g in enumerate(local.layout.groups)
             if g.layers and n < len(r.masks)

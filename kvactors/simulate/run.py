@@ -47,8 +47,8 @@ class Totals:
         rate = self.seeds / self.wall_s if self.wall_s else 0.0
         faults = sum(n for kind, n in self.injected.items() if kind != "event_late")
         return (
-            f"{self.seeds} seeds over {len(self.presets)} presets: {self.events} events, {self.steps} steps, {self.saved} blocks "
-            f"saved, {self.loaded} loaded, {faults} faults injected; {self.failing} failing; {rate:.0f} seeds/s"
+            f"{self.seeds} seeds over {len(self.presets)} presets: {self.events} events, {self.steps} steps, "
+            f"{self.saved} blocks saved, {self.loaded} loaded, {faults} faults injected; {self.failing} failing; {rate:.0f} seeds/s"
         )
 
 

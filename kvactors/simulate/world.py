@@ -1,7 +1,7 @@
 """One simulated run: instances of a model serve prompts over one store, with faults, and everything is checked.
 
-The driver plays an unfriendly vLLM: chunked prefill, shared prefixes, duplicate keys, preemption with other blocks, aborts at any
-point, forward passes aborted half-way or overtaken by the next step, finish while saving, loads outside steps, late events, a
+The driver plays an unfriendly vLLM: chunked prefill, shared prefixes, duplicate keys, preemption with other blocks, aborts
+at any point, forward passes aborted half-way or overtaken by the next step, finish while saving, loads outside steps, late events, a
 drain at any time. Freed blocks are scribbled over at once, so a late read or write shows as wrong bytes.
 """
 
