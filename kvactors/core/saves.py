@@ -18,7 +18,7 @@ from kvactors.core.sessions import PutSession, PutState
 from kvactors.core.store import Addresses, Outcome, RangeBatch
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class RangeCall:
     """One store call to be made: `batch` moves the pieces [first_piece, last_piece) of the rows `rows`, whose local blocks are
     `block_ids`."""

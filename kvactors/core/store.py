@@ -61,7 +61,7 @@ class Outcome(Enum):
         return self is Outcome.OK
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class RangeBatch:
     """Ranges of many objects that share one shape: row i moves `len(sizes)` ranges between memory and object `keys[i]`.
 

@@ -51,7 +51,6 @@ class Driver:
         self._stages: dict[int, list[int]] = {}
         for rank, local in enumerate(blocks):
             self._stages.setdefault(local.layout.pp_rank, []).append(rank)
-        self._watched = [(engine._audit, engine.gate) for engine in engines if engine._audit is not None]
         self._boundary = engines[0].reachability.boundary_tokens
         self._hash_tokens = engines[0].hash_tokens
         self._loads: set[asyncio.Task[None]] = set()
@@ -452,15 +451,6 @@ class Driver:
         r.restarted_at = r.computed
 
     # -- checks --------------------------------------------------------------------------------------------------------
-
-    def check_event(self) -> None:
-        """After every event of the run."""
-        world = self.world
-        for audit, gate in self._watched:
-            if audit.violations:
-                world.violations.extend(audit.violations)
-            if gate.pending < 0 or gate.pending > gate.limit + 1:
-                world.broke(f"I7: {gate.pending} save tasks are pending; the limit is {gate.limit}")
 
     def _hash(self, g: Group, r: SimRequest, index: int) -> bytes:
         k = g.block_tokens // self._hash_tokens

@@ -48,7 +48,8 @@ class Totals:
         faults = sum(n for kind, n in self.injected.items() if kind != "event_late")
         return (
             f"{self.seeds} seeds over {len(self.presets)} presets: {self.events} events, {self.steps} steps, "
-            f"{self.saved} blocks saved, {self.loaded} loaded, {faults} faults injected; {self.failing} failing; {rate:.0f} seeds/s"
+            f"{self.saved} blocks saved, {self.loaded} loaded, {faults} faults injected; "
+            f"{self.failing} failing; {rate:.0f} seeds/s"
         )
 
 

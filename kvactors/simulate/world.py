@@ -1,8 +1,8 @@
 """One simulated run: instances of a model serve prompts over one store, with faults, and everything is checked.
 
 The driver plays an unfriendly vLLM: chunked prefill, shared prefixes, duplicate keys, preemption with other blocks, aborts
-at any point, forward passes aborted half-way or overtaken by the next step, finish while saving, loads outside steps, late events, a
-drain at any time. Freed blocks are scribbled over at once, so a late read or write shows as wrong bytes.
+at any point, forward passes aborted half-way or overtaken by the next step, finish while saving, loads outside steps, late
+events, a drain at any time. Freed blocks are scribbled over at once, so a late read or write shows as wrong bytes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kvactors.core.config import EngineConfig
 from kvactors.core.layout import finest_hash_tokens
 from kvactors.core.observe import Span
 from kvactors.core.store import Outcome
-from kvactors.errors import DeadlineError, DrainTimeout, EngineError, StoreError
 from kvactors.engine import Engine
+from kvactors.errors import DeadlineError, DrainTimeout, EngineError, StoreError
 from kvactors.messages import Job
 from kvactors.simulate.driver import Driver
 from kvactors.simulate.faults import FREEZE_S, FaultRates, Trouble, WorkerDeath
@@ -28,8 +28,8 @@ from kvactors.simulate.local import LocalBlocks, local_bytes_of
 from kvactors.simulate.loop import DeadlockError, RunawayError, VirtualLoop, run_virtual
 from kvactors.simulate.models import DRAWN, Rank, instance
 from kvactors.simulate.prompts import prompts
-from kvactors.simulate.stream import Stream
 from kvactors.simulate.store import SimulatedPool, SimulatedStore
+from kvactors.simulate.stream import Stream
 from kvactors.simulate.workers import Delay, SimulatedWorkers, Speed
 
 LOCAL_BLOCKS = 48
@@ -80,20 +80,33 @@ class EventLog:
 
     def __init__(self, tail: int = 60) -> None:
         self._hash = hashlib.sha256()
-        self.tail: deque[str] = deque(maxlen=tail)
+        self._unhashed: list[str] = []
+        self._last: deque[str] = deque(maxlen=tail)
 
     def span(self, span: Span) -> None:
-        line = f"{span.start_s:.6f} {span.end_s:.6f} {span.track} {span.name} {span.args or ''}"
-        self._hash.update(line.encode())
-        self.tail.append(line)
+        args = span.args
+        self.note(f"{span.end_s:.6f} {span.track} {span.name} {args}" if args else f"{span.end_s:.6f} {span.track} {span.name}")
 
     def note(self, line: str) -> None:
-        self._hash.update(line.encode())
-        self.tail.append(line)
+        self._unhashed.append(line)
+        if len(self._unhashed) >= 512:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._hash.update("\n".join([*self._unhashed, ""]).encode())
+        self._last.extend(self._unhashed)
+        self._unhashed.clear()
 
     @property
     def digest(self) -> str:
+        self._flush()
         return self._hash.hexdigest()
+
+    @property
+    def tail(self) -> list[str]:
+        """The last lines."""
+        self._flush()
+        return list(self._last)
 
 
 class World:
@@ -134,6 +147,8 @@ class World:
             self._driver(number, ranks, memory, local_bytes, rng(f"instance {number}"), scenario.requests // instances)
             for number in range(instances)
         ]
+        engines = [engine for driver in self.drivers for engine in driver.engines]
+        self.watched = [(engine._audit, engine.gate) for engine in engines if engine._audit is not None]
 
     # -- building ------------------------------------------------------------------------------------------------------
 
@@ -213,8 +228,11 @@ class World:
 
     def _after_event(self) -> None:
         """Cheap checks after every event; each violation ends the run."""
-        for driver in self.drivers:
-            driver.check_event()
+        for audit, gate in self.watched:
+            if audit.violations:
+                self.violations.extend(audit.violations)
+            if not 0 <= gate.pending <= gate.limit + 1:
+                self.broke(f"I7: {gate.pending} save tasks are pending; the limit is {gate.limit}")
         if self.pool.violations:
             self.violations.extend(self.pool.violations)
         if self.violations:
@@ -233,7 +251,7 @@ class World:
         except (DeadlockError, RunawayError) as e:
             self.violations.append(f"I9: {e}")
         out.events, out.virtual_s = self.loop.events, self.loop.time()
-        out.log_hash, out.log_tail = self.log.digest, list(self.log.tail)
+        out.log_hash, out.log_tail = self.log.digest, self.log.tail
         out.injected = dict(self.trouble.injected)
         for driver in self.drivers:
             out.steps += driver.steps

@@ -27,7 +27,7 @@ class BrokenEvent:
     def fired(self) -> bool:
         raise RuntimeError("CUDA error")
 
-    def on_fire(self, callback: Any) -> None:
+    def on_fire(self, callback: Any) -> None:  # noqa: ARG002 - part of the protocol
         raise RuntimeError("CUDA error")
 
 
