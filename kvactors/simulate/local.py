@@ -17,6 +17,7 @@ class LocalBlocks:
         self.bases: dict[tuple[int, int, str], int] = {}
         self.fenced: set[tuple[int, int]] = set()
         self._memory, self._rng = memory, rng
+        self._keys: dict[tuple[int, bytes], tuple[str, int]] = {}
         self._head = {g.id: layout.head_of(g.id, tp_rank) for g in layout.groups}
         self._pieces: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
         self._free = {g.id: list(range(1, blocks)) for g in layout.groups}
@@ -52,7 +53,11 @@ class LocalBlocks:
                         self._memory[start : start + size] = b"\xee" * size
 
     def _key(self, group: int, block_hash: bytes) -> tuple[str, int]:
-        return self.layout.key(group, block_hash, self._head[group]), self.layout.object_bytes(group)
+        known = self._keys.get((group, block_hash))
+        if known is None:
+            known = self.layout.key(group, block_hash, self._head[group]), self.layout.object_bytes(group)
+            self._keys[group, block_hash] = known
+        return known
 
     def write(self, group: int, layer: int, block: int, block_hash: bytes, right: bool) -> None:
         """Computes one layer of one block: the right bytes, or what a model computes from missing KV."""

@@ -91,7 +91,7 @@ _MODELS: Mapping[str, tuple[Callable[[str], list[KVLayout]], int]] = {
     "tp2": (_heads, 2),
 }
 NAMES = tuple(_MODELS)
-DRAWN = ("worked-example", "windows", "latent", "worked-example", "windows", "latent", "pp2", "tp2")
+DRAWN = (*("worked-example", "windows", "latent") * 4, "pp2", "tp2")
 """What a seed draws its model from; several engines take longer to simulate, so they come less often."""
 
 

@@ -159,8 +159,8 @@ class World:
         config = EngineConfig(
             prefetch_layers=rng.choice((0, 1, 2, 5)),
             max_pending_saves=rng.choice((1, 2, 8)),
-            max_transfer_blocks=rng.choice((2, 5, 64, 0)),
-            max_transfer_bytes=rng.choice((13, 64, 1 << 20, 1 << 20)),
+            max_transfer_blocks=rng.choice((3, 64, 64, 0)),
+            max_transfer_bytes=rng.choice((13, 64, *(1 << 20,) * 4)),
             workers=rng.choice((1, 2, 3)),
             call_deadline_s=CALL_DEADLINE_S,
             step_deadline_s=2 * CALL_DEADLINE_S,
