@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -63,7 +64,17 @@ class BlockingEngine:
         finally:
             self._engine.give_up("the engine was closed" if self._failed is None else f"the loop died: {self._failed!r}")
             self._ready.set()
+            self._end_tasks()
             self._loop.close()
+
+    def _end_tasks(self) -> None:
+        """What a loop that died left behind ends now, while there still is a loop to end it on."""
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            with contextlib.suppress(Exception):
+                self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
     async def _serve(self) -> None:
         self._stopped = asyncio.Event()

@@ -75,6 +75,8 @@ def run_seeds(scenarios: Sequence[Scenario], jobs: int = 1) -> Iterator[Outcomes
         return
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
         yield from pool.imap_unordered(_run_one, scenarios, chunksize=CHUNK)
+        pool.close()
+        pool.join()
 
 
 @contextmanager

@@ -1,0 +1,124 @@
+"""Pieces tile the object exactly; cuts move every piece of every key once, within the limits. Coverage proves a commit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvactors.core.config import EngineConfig
+from kvactors.core.coverage import Coverage
+from kvactors.core.layout import CacheEntry, Group, GroupKind, KVLayout
+from kvactors.core.ranges import MAX_RANGES, GroupRanges, group_ranges
+from kvactors.core.saves import range_calls
+from kvactors.errors import ConfigError, LayoutError
+
+entries = st.lists(st.integers(1, 300), min_size=1, max_size=5)
+layouts = st.lists(entries, min_size=1, max_size=5)
+limits = st.builds(
+    lambda blocks, nbytes: EngineConfig(max_transfer_blocks=blocks, max_transfer_bytes=nbytes),
+    st.integers(0, 7),
+    st.one_of(st.just(0), st.integers(1, 700)),
+)
+
+
+def ranges_of(sizes: list[list[int]], config: EngineConfig) -> tuple[KVLayout, GroupRanges]:
+    layers = {3 * n: [CacheEntry(f"e{i}", size, size + i) for i, size in enumerate(layer)] for n, layer in enumerate(sizes)}
+    layout = KVLayout("m", [Group(0, GroupKind.FULL, 16, layers)])
+    bases = {(0, int(r.layer), r.entry.name): 1_000_000 * (n + 1) for n, r in enumerate(layout.ranges(0))}
+    return layout, group_ranges(layout, 0, bases, config)
+
+
+@given(layouts, limits)
+def test_pieces_tile_the_object_exactly(sizes: list[list[int]], config: EngineConfig) -> None:
+    layout, ranges = ranges_of(sizes, config)
+    at = 0
+    number = 0
+    for layer in ranges.layers.values():
+        assert layer.first_piece == number
+        for offset, size in zip(layer.offsets.tolist(), layer.sizes.tolist(), strict=True):
+            assert offset == at
+            assert size >= 1
+            assert not config.max_transfer_bytes or size <= config.max_transfer_bytes
+            at += size
+            number += 1
+    assert at == layout.object_bytes(0) == ranges.object_bytes
+    assert number == ranges.pieces
+
+
+@given(layouts, limits, st.integers(1, 40))
+def test_calls_cover_every_key_once_within_the_limits(sizes: list[list[int]], config: EngineConfig, keys: int) -> None:
+    _, ranges = ranges_of(sizes, config)
+    block_ids = np.arange(keys, dtype=np.int64) * 3
+    names = [f"k{i}" for i in range(keys)]
+    rows = np.arange(keys)
+    coverage = Coverage(keys, ranges.pieces)
+    moved = np.zeros((keys, ranges.pieces), dtype=int)
+    for layer in ranges.layers:
+        assert not coverage.complete(rows).any()
+        for call in range_calls(ranges, layer, rows, names, block_ids):
+            n, width = len(call.rows), call.last_piece - call.first_piece
+            assert call.batch.addresses.shape == (n, width)
+            assert not config.max_transfer_blocks or n <= config.max_transfer_blocks
+            assert n * width <= MAX_RANGES
+            most = config.max_transfer_bytes
+            assert not most or n * call.batch.nbytes_per_key <= most
+            assert list(call.batch.keys) == [names[i] for i in call.rows]
+            moved[call.rows, call.first_piece : call.last_piece] += 1
+            coverage.add(call.rows, call.first_piece, call.last_piece)
+    assert (moved == 1).all()
+    assert coverage.complete(rows).all()
+
+
+@given(st.data())
+def test_a_key_is_covered_when_every_piece_of_it_is(data: st.DataObject) -> None:
+    keys, pieces = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 8))
+    coverage, model = Coverage(keys, pieces), [[False] * pieces for _ in range(keys)]
+    for _ in range(data.draw(st.integers(0, 12))):
+        rows = data.draw(st.lists(st.integers(0, keys - 1), unique=True))
+        lo = data.draw(st.integers(0, pieces))
+        hi = data.draw(st.integers(lo, pieces))
+        coverage.add(np.array(rows, dtype=np.intp), lo, hi)
+        for row in rows:
+            model[row][lo:hi] = [True] * (hi - lo)
+        assert coverage.complete(np.arange(keys)).tolist() == [all(row) for row in model]
+    coverage.grow(1)
+    assert coverage.complete(np.array([keys])).tolist() == [False]
+
+
+def test_addresses_follow_base_and_stride() -> None:
+    _, ranges = ranges_of([[10, 20]], EngineConfig())
+    layer = ranges.layers[0]
+    assert layer.nbytes == 30
+    assert layer.addresses(np.array([0, 2]), 0, 2).tolist() == [[1_000_000, 2_000_000], [1_000_020, 2_000_042]]
+
+
+def test_an_entry_larger_than_a_call_is_split() -> None:
+    _, ranges = ranges_of([[25]], EngineConfig(max_transfer_bytes=10))
+    assert ranges.layers[0].sizes.tolist() == [10, 10, 5]
+    assert ranges.layers[0].addresses(np.array([1]), 0, 3).tolist() == [[1_000_025, 1_000_035, 1_000_045]]
+
+
+def test_a_missing_base_is_named() -> None:
+    layout = KVLayout("m", [Group(0, GroupKind.FULL, 16, {4: [CacheEntry("k", 8)]})])
+    with pytest.raises(LayoutError, match=r"layer 4, entry 'k'.*\(0, 4, 'k'\)"):
+        group_ranges(layout, 0, {}, EngineConfig())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"workers": 0}, "workers"),
+        ({"workers": True}, "workers"),
+        ({"max_transfer_blocks": -1}, "max_transfer_blocks"),
+        ({"prefetch_layers": 1.5}, "prefetch_layers"),
+        ({"call_deadline_s": 0}, "call_deadline_s"),
+        ({"call_deadline_s": "soon"}, "call_deadline_s"),
+        ({"step_deadline_s": float("inf")}, "step_deadline_s"),
+        ({"strict": 1}, "strict"),
+    ],
+)
+def test_a_bad_option_is_named(options: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        EngineConfig(**options)  # type: ignore[arg-type]
