@@ -242,8 +242,7 @@ class Coordinator(Actor):
     async def _activate(self, run: Run) -> None:
         """Every group is prepared, or none will be: the step's held messages are passed on."""
         run.active = True
-        if run.state.prepare_timer is not None:
-            run.state.prepare_timer.cancel()
+        self._stop_prepare_timer(run)
         if run.failed:
             await self._roll_back(run)
         if not run.state.windowed:
@@ -253,6 +252,11 @@ class Coordinator(Actor):
         for m in held:
             await self._of_step(m)
         await self._check_end(run)
+
+    @staticmethod
+    def _stop_prepare_timer(run: Run) -> None:
+        if run.state.prepare_timer is not None:
+            run.state.prepare_timer.cancel()
 
     async def _roll_back(self, run: Run) -> None:
         """Every put that the preparation opened, in any group, is revoked; gets are released; loads are reported failed."""
@@ -303,9 +307,10 @@ class Coordinator(Actor):
         run.held.clear()
         run.failed = run.failed or f"aborted: {reason}"
         self._pool.cancel(step)
-        if run.active:
-            await self._send_end(run, revoke=True, reason=run.failed)
-            await self._check_end(run)
+        run.active = True  # a preparation still under way is not waited for
+        self._stop_prepare_timer(run)
+        await self._send_end(run, revoke=True, reason=run.failed)
+        await self._check_end(run)
 
     async def _abort_waiting(self, step: int, reason: str) -> None:
         """A step that has not begun, because an earlier one is still being aborted: it never will."""
@@ -496,7 +501,8 @@ class Coordinator(Actor):
                 case Drain():
                     message.answer(["the engine ended before it was drained"])
         if self._drain is not None and self._left is None:
-            self._finish_drain(["the engine ended before it was drained"])
+            self._left = ["the engine ended before it was drained"]
+            self._drain.answer(self._left)
 
     # -- sending -------------------------------------------------------------------------------------------------------
 

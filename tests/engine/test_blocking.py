@@ -132,9 +132,19 @@ def test_checkpoint_blocks_the_thread_until_saves_ended() -> None:
 
 def test_drain_deadline(rig: BlockingRig) -> None:
     step = rig.blocking.begin_step([rig.request("a", hashes(1), save={0: [0]})])
-    other = threading.Thread(target=lambda: pytest.raises(DrainTimeout, rig.blocking.drain, 0.05))
+    raised: list[DrainTimeout] = []
+
+    def drain() -> None:
+        try:
+            rig.blocking.drain(0.05)
+        except DrainTimeout as e:
+            raised.append(e)
+
+    other = threading.Thread(target=drain)
     other.start()
     other.join(PATIENCE_S)
+    assert len(raised) == 1
+    assert raised[0].left
     step.end()
 
 

@@ -226,13 +226,20 @@ async def test_steps_after_a_drains_deadline_pass_through() -> None:
         assert failed[0] == {"b"}
 
 
-@pytest.mark.parametrize("call", ["get_open", "readable", "get_ranges"])
+@pytest.mark.parametrize("call", ["get_open", "readable", "get_ranges", "put_open", "put_commit", "get_close"])
 async def test_answers_after_a_drains_deadline_find_their_sessions_gone(call: str) -> None:
     fine = hashes(2)
     async with Rig(full_layout()) as writer:
         await writer.run(writer.request("w", fine, save={0: [0]}))
         async with Rig(full_layout(), [Fault(what="freeze", call=call, nth=1)], inner=writer.memory) as rig:
-            step = rig.engine.begin_step([rig.request("a", fine, load={0: [0]}, save={0: [1]}, first_id=5)])
+            request = rig.request("a", fine, load={0: [0]}, save={0: [1]}, first_id=5)
+            step = rig.engine.begin_step([request])
+            if call in ("put_commit", "get_close"):
+                for layer in (0, 1):
+                    await step.wait_layer(layer)
+                    rig.compute(layer, request)
+                    step.layer_ready(layer)
+                await step.end()
             await arrived(rig.store.gates["gate"])
             with pytest.raises(DrainTimeout):
                 await rig.engine.drain(0.05)
@@ -242,6 +249,57 @@ async def test_answers_after_a_drains_deadline_find_their_sessions_gone(call: st
             rig.store.release()
             await quiet(rig)
             assert rig.engine.stats().state == "drained", "no actor crashed"
+
+
+async def test_two_who_drain_at_once_are_both_answered() -> None:
+    async with Rig(full_layout()) as rig:
+        fine = hashes(1)
+        request = rig.request("a", fine, save={0: [0]})
+        step = rig.engine.begin_step([request])
+        drains = [asyncio.create_task(rig.engine.drain()) for _ in range(3)]
+        await asyncio.sleep(0)
+        for layer in (0, 1):
+            rig.compute(layer, request)
+            step.layer_ready(layer)
+        await step.end()
+        await asyncio.gather(*drains)
+
+
+async def test_who_drains_while_the_engine_is_closed_is_answered() -> None:
+    async with Rig(full_layout()) as rig:
+        rig.engine.begin_step([rig.request("a", hashes(1), save={0: [0]})])
+        draining = asyncio.create_task(rig.engine.drain())
+        await quiet(rig)
+        await rig.engine.close()
+        with pytest.raises(DrainTimeout, match="ended before"):
+            await draining
+
+
+async def test_a_close_that_raises_is_tried_again() -> None:
+    async with Rig(full_layout(), [Fault(what="raise", call="get_close", times=2)]) as rig:
+        fine = hashes(1)
+        await rig.save("w", fine)
+        await rig.run(rig.request("a", fine, load={0: [0]}, first_id=5), settle=False)
+        await rig.engine.drain()
+        assert rig.memory.stats()["open_gets"] == 0
+        assert rig.store._calls["get_close"] == 3
+
+
+async def test_a_key_is_not_opened_again_before_its_close_returned() -> None:
+    """The step that waits for it is aborted, another one loads it afterwards."""
+    async with Rig(full_layout(), [Fault(what="freeze", call="get_close", nth=1)]) as rig:
+        fine = hashes(1)
+        await rig.save("w", fine)
+        await rig.run(rig.request("a", fine, load={0: [0]}, first_id=5), settle=False)
+        await arrived(rig.store.gates["gate"])
+        gone = rig.engine.begin_step([rig.request("b", fine, load={0: [0]}, first_id=6)])
+        waiting = asyncio.create_task(rig.engine.load("d", rig.request("d", fine, load={0: [0]}, first_id=8).groups, fine))
+        await quiet_but_for_gets(rig)
+        await gone.abort()
+        assert rig.store._calls["get_open"] == 1
+        rig.store.release()
+        assert (await waiting).failure is None
+        assert rig.holds(0, fine[0], 8)
 
 
 async def test_checkpoint_of_a_dead_engine_returns(monkeypatch: pytest.MonkeyPatch) -> None:
