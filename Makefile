@@ -3,13 +3,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 
-.PHONY: setup test unit lint format clean
+.PHONY: setup test unit lint format soak nightly clean
 
 setup:
 	VENV=$(VENV) PYTHON=$(PYTHON) .ci/setup
 
 test: setup
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest --cov --cov-report=term
 
 unit: setup
 	$(VENV)/bin/python -m pytest -m "not mooncake and not vllm and not sim"
@@ -22,6 +22,16 @@ lint: setup
 format:
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
+
+# The long runs: see docs/simulation.md.
+soak: setup
+	for start in 0 10000 20000 30000 40000 50000 60000 70000 80000 90000; do \
+		$(VENV)/bin/kvactors simulate --seeds $$start:$$((start + 10000)) --jobs 2 || exit 1; \
+	done
+
+nightly: setup
+	start=$$(( $$(date +%s) / 86400 * 20000 )); $(VENV)/bin/kvactors simulate --seeds $$start:$$((start + 20000)) --jobs 2
+	$(VENV)/bin/python -m pytest -m sim
 
 clean:
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
