@@ -12,7 +12,7 @@ test: setup
 	$(VENV)/bin/python -m pytest --cov --cov-report=term
 
 unit: setup
-	$(VENV)/bin/python -m pytest -m "not mooncake and not vllm and not sim"
+	$(VENV)/bin/python -m pytest -m unit
 
 lint: setup
 	$(VENV)/bin/ruff check .
