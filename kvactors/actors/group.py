@@ -13,8 +13,9 @@ from kvactors.actors.actor import Actor, Post
 from kvactors.actors.group_step import GroupContext, GroupStep
 from kvactors.actors.loader import Loader
 from kvactors.actors.pool import TransferPool
+from kvactors.actors.put_opens import Cleaned, ReadableDone, RetryCleanUp, RetryOpens
 from kvactors.actors.range_debug import RangeDebug
-from kvactors.actors.saver import Cleaned, ReadableDone, RetryCleanUp, RetryOpens, RetryRevokes, Saver
+from kvactors.actors.saver import RetryRevokes, Saver
 from kvactors.actors.step_state import StepState
 from kvactors.core.clock import Clock
 from kvactors.core.config import EngineConfig
@@ -123,9 +124,9 @@ class GroupActor(Actor):
             case RetryOpens():
                 gs = self.steps.get(message.step)
                 if gs is not None:
-                    self._saver.retry_opens(gs)
+                    self._saver.opens.retry_opens(gs)
             case RetryCleanUp():
-                self._saver.retry_clean_up(message)
+                self._saver.opens.retry_clean_up(message)
             case RetryRevokes():
                 self._saver.retry_revokes(message.sessions)
             case ForgetRequest():
@@ -149,7 +150,7 @@ class GroupActor(Actor):
         if self.group_id in state.load_groups:
             self._loader.prepare(gs, message)
         if self.group_id in state.save_groups:
-            self._saver.prepare(gs, message)
+            self._saver.opens.prepare(gs, message)
         self._progress(message.step)
 
     def _load_early(self, gs: GroupStep) -> None:
@@ -213,9 +214,9 @@ class GroupActor(Actor):
             case Open(kind=Kind.PUT):
                 puts = [s for s in job.sessions if isinstance(s, PutSession)]
                 if done.late:
-                    self._saver.late_open(puts, done)
+                    self._saver.opens.late_open(puts, done)
                 elif gs is not None:
-                    self._saver.opened(gs, puts, done, job.background)
+                    self._saver.opens.opened(gs, puts, done, job.background)
             case Commit() if not done.late:
                 self._saver.committed(job.sessions, done)
             case Revoke() if not done.late:
@@ -235,7 +236,7 @@ class GroupActor(Actor):
         self.context.replied()
         gs = self.steps.get(message.done.job.step)
         if gs is not None:
-            self._saver.readable(gs, message.sessions, message.done)
+            self._saver.opens.readable(gs, message.sessions, message.done)
             self._progress(gs.state.id)
 
     def _cleaned(self, message: Cleaned) -> None:
@@ -244,7 +245,7 @@ class GroupActor(Actor):
         self.context.replied()
         gs = self.steps.get(message.done.job.step)
         if gs is not None:
-            self._saver.cleaned(gs, message.sessions, message.done)
+            self._saver.opens.cleaned(gs, message.sessions, message.done)
             self._progress(gs.state.id)
 
     # -- progress ------------------------------------------------------------------------------------------------------

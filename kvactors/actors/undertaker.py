@@ -12,7 +12,7 @@ from typing import Any
 from kvactors.actors.actor import Actor
 from kvactors.actors.group import AbandonNow, GroupActor
 from kvactors.actors.log import get_logger
-from kvactors.actors.saver import Cleaned, ReadableDone
+from kvactors.actors.put_opens import Cleaned, ReadableDone
 from kvactors.actors.step_state import StepState
 from kvactors.core.queue import Priority
 from kvactors.core.sessions import GetEvent, GetSession, GetState, PutEvent, PutSession, PutState

@@ -72,10 +72,10 @@ def ownership_without_group(patch: Patch) -> None:
         kwargs["table"] = shared.setdefault(id(kwargs["steps"]), table)
         real(self, *args, **kwargs)
 
-    from kvactors.actors import saver
+    from kvactors.actors import put_opens
 
     patch.setattr(GroupActor, "__init__", init)
-    patch.setattr(saver, "Owner", lambda request, group, block: (request, 0, block))
+    patch.setattr(put_opens, "Owner", lambda request, group, block: (request, 0, block))
     patch.setattr(SessionTable, "put", _put_with_plain_owner(SessionTable.put))
 
 

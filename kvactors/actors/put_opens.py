@@ -1,0 +1,298 @@
+"""Put sessions from the wish to save a block to `open`: what exists already, what finds no space, what raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from kvactors.actors.group_step import GroupContext, GroupStep
+from kvactors.actors.loader import NO_ANSWER, OPEN_BATCH
+from kvactors.core.queue import Priority
+from kvactors.core.saves import StepSaves
+from kvactors.core.sessions import Owner, PutEvent, PutSession, PutState
+from kvactors.core.steps import NULL_BLOCK
+from kvactors.core.store import Outcome, Store
+from kvactors.messages import Ask, Kind, Open, PrepareGroup, TransferDone
+
+SPACE_RETRY_S = (0.01, 0.02, 0.04)
+"""Waits between background retries of keys that found no space; eviction takes some tens of ms, the limit is 100 ms."""
+
+CLEAN_UP_RETRY_S = (0.05, 0.2, 1.0)
+"""Waits between retries of the revoke after an open that raised; after the last the key is abandoned."""
+
+
+class RetryOpens:
+    """Timer to itself: open again the keys of a step that found no space."""
+
+    __slots__ = ("step",)
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+
+class RetryCleanUp:
+    """Timer to itself: revoke again what an open that raised may have opened."""
+
+    __slots__ = ("sessions", "step")
+
+    def __init__(self, step: int, sessions: Sequence[PutSession]) -> None:
+        self.step = step
+        self.sessions = sessions
+
+
+class PutOpens:
+    """Opens what a step saves. A key has one writer in the process (I10).
+
+    Args:
+        revoke: revokes sessions that are `revoking` already, with a cause.
+    """
+
+    def __init__(self, context: GroupContext, revoke: Callable[[Sequence[PutSession], str], None]) -> None:
+        self._c = context
+        self._revoke = revoke
+
+    def prepare(self, gs: GroupStep, message: PrepareGroup) -> None:
+        """Begins a session for each block to save that nobody writes; asks which of their keys are readable already."""
+        c = self._c
+        if not c.stores:
+            return
+        gs.saves = StepSaves(c.ranges)
+        sessions: list[PutSession] = []
+        for request_id, hashes, blocks in message.requests:
+            if not len(blocks.save):
+                continue
+            if request_id not in message.saves:
+                c.stats.skipped_tainted += len(blocks.save)
+                continue
+            for index in blocks.save:
+                block_id = int(blocks.block_ids[index])
+                if block_id == NULL_BLOCK:
+                    continue
+                key, owner = c.key(hashes[index]), Owner(request_id, c.group_id, index)
+                if c.table.remembered(request_id, index) == key or not c.table.may_open(key) or owner in c.table.puts:
+                    c.stats.skipped_existing += 1
+                    continue
+                session = c.table.begin_put(key, owner, gs.state.id)
+                gs.block_of[session] = block_id
+                sessions.append(session)
+        for lo in range(0, len(sessions), OPEN_BATCH):
+            gs.puts_awaited += 1
+            part = sessions[lo : lo + OPEN_BATCH]
+            c.submit(
+                Ask(
+                    reply=partial(self._post_readable, part),
+                    priority=Priority.PUT_OPEN,
+                    group_id=c.group_id,
+                    step=gs.state.id,
+                    run=partial(_readable, [s.key for s in part]),
+                )
+            )
+
+    def _post_readable(self, sessions: list[PutSession], done: TransferDone) -> None:
+        self._c.mailbox.post(ReadableDone(sessions, done))
+
+    def readable(self, gs: GroupStep, sessions: list[PutSession], done: TransferDone) -> None:
+        """Which keys need no save; the others are opened."""
+        c = self._c
+        gs.puts_awaited -= 1
+        job = done.job
+        assert isinstance(job, Ask)
+        answer = job.result
+        if done.outcomes[0] is not Outcome.OK or not isinstance(answer, list) or len(answer) != len(sessions):
+            answered = f"{answer!r:.60} for {len(sessions)} keys" if done.outcomes[0] is Outcome.OK else done.outcomes[0].value
+            gs.error = gs.error or f"readable: {done.error or answered}"
+            self.refuse(gs, [s for s in sessions if s.state is PutState.OPENING], "readable failed")
+            return
+        wanted: list[PutSession] = []
+        for s, exists in zip(sessions, answer, strict=True):
+            if s.state is not PutState.OPENING:
+                continue  # abandoned by a drain meanwhile
+            if exists:
+                c.stats.skipped_existing += 1
+                self.refuse(gs, [s], "readable already")
+                s.memory[s.owner.block_index] = s.key
+            else:
+                wanted.append(s)
+        if wanted and (gs.ending or gs.error):
+            self.refuse(gs, wanted, "the step ended before it was opened")
+        elif wanted:
+            self._open(gs, wanted)
+
+    def _open(self, gs: GroupStep, sessions: Sequence[PutSession], background: bool = False) -> None:
+        c = self._c
+        if background:
+            gs.opening += 1
+        else:
+            gs.puts_awaited += 1
+        for s in sessions:
+            s.attempts += 1
+        c.submit(
+            Open(
+                reply=c.mailbox.post,
+                priority=Priority.PUT_OPEN,
+                group_id=c.group_id,
+                step=gs.state.id,
+                kind=Kind.PUT,
+                sessions=sessions,
+                object_bytes=c.ranges.object_bytes,
+                background=background,
+            )
+        )
+
+    def opened(self, gs: GroupStep, sessions: Sequence[PutSession], done: TransferDone, background: bool) -> None:
+        """An open came back. What found no space is opened again, once at once (eviction may have been immediate)."""
+        c = self._c
+        again: list[PutSession] = []
+        fresh: list[PutSession] = []
+        unknown: list[PutSession] = []
+        for s, outcome in zip(sessions, done.outcomes, strict=True):
+            if s.state is not PutState.OPENING:
+                continue  # abandoned by a drain meanwhile
+            if outcome is Outcome.OK:
+                s.opened_at, s.epoch, s.attempts = done.started_s, done.epoch, 0
+                c.table.put(s, PutEvent.OPENED)
+                fresh.append(s)
+            elif outcome is Outcome.NO_SPACE and not gs.ending:
+                again.append(s)
+            elif outcome is Outcome.LOST:
+                gs.block_of.pop(s, None)
+                c.table.put(s, PutEvent.LOST, "put open did not return")
+            elif outcome in NO_ANSWER:
+                unknown.append(s)
+            else:
+                self.refuse(gs, [s], outcome.value)
+        self._admit(gs, fresh)
+        self._clean_up(gs.state.id, unknown)
+        if background:
+            gs.opening -= 1
+        else:
+            gs.puts_awaited -= 1
+            bad = next((o for o in done.outcomes if o in NO_ANSWER), None)
+            if bad is not None:
+                gs.error = gs.error or f"put open: {done.error or bad.value}"
+        self._again(gs, again, background)
+
+    def _admit(self, gs: GroupStep, sessions: Sequence[PutSession]) -> None:
+        saves = gs.saves
+        if saves is None or not sessions:
+            return
+        block_ids = [gs.block_of.pop(s) for s in sessions]
+        if saves.signalled or saves.ended:
+            for s in sessions:
+                self._c.table.put(s, PutEvent.REVOKE, "space turned up after its first save was due")
+            self._revoke(sessions, "too late")
+            saves.adopt(sessions)
+            return
+        saves.admit(sessions, block_ids)
+        if gs.ending or gs.error:
+            saves.kill_all("its step was rolled back")
+
+    def _again(self, gs: GroupStep, sessions: list[PutSession], background: bool) -> None:
+        if not sessions:
+            return
+        c = self._c
+        if not background and all(s.attempts < 2 for s in sessions):
+            self._open(gs, sessions)
+            return
+        attempt = sessions[0].attempts - 2
+        if attempt >= len(SPACE_RETRY_S):
+            self.refuse(gs, sessions, Outcome.NO_SPACE.value)
+            return
+        gs.retries.extend(sessions)
+        c.later(SPACE_RETRY_S[attempt], RetryOpens(gs.state.id))
+
+    def retry_opens(self, gs: GroupStep) -> None:
+        sessions, gs.retries = gs.retries, []
+        if sessions:
+            self._open(gs, sessions, background=True)
+
+    def refuse(self, gs: GroupStep, sessions: Iterable[PutSession], cause: str) -> None:
+        c = self._c
+        for s in sessions:
+            gs.block_of.pop(s, None)
+            if cause == Outcome.NO_SPACE.value:
+                c.stats.skipped_no_space += 1
+            elif cause == Outcome.EXISTS.value:
+                c.stats.skipped_existing += 1
+            c.table.put(s, PutEvent.REFUSED, cause)
+
+    def _clean_up(self, step: int, sessions: Sequence[PutSession]) -> None:
+        """The open raised: whether the store has the sessions is unknown. Nobody may write the keys until a revoke said so."""
+        c = self._c
+        if not sessions:
+            return
+        for s in sessions:
+            c.table.record(*s.owner, "put opening: the open failed; revoking whatever the store opened")
+        c.submit(
+            Ask(
+                reply=partial(self._post_cleaned, list(sessions)),
+                priority=Priority.COMMIT,
+                group_id=c.group_id,
+                step=step,
+                run=partial(_put_revoke, [s.key for s in sessions]),
+            )
+        )
+
+    def _post_cleaned(self, sessions: list[PutSession], done: TransferDone) -> None:
+        self._c.mailbox.post(Cleaned(sessions, done))
+
+    def cleaned(self, gs: GroupStep, sessions: Sequence[PutSession], done: TransferDone) -> None:
+        """The revoke after an open that raised: fine if the store had the session or had none; else tried again, bounded."""
+        answers = [done.outcomes[0]] * len(sessions)
+        if done.outcomes[0] is Outcome.OK:
+            result = done.job.result if isinstance(done.job, Ask) else None
+            whole = isinstance(result, list) and len(result) == len(sessions)
+            answers = result if whole and isinstance(result, list) else [Outcome.CALL_FAILED] * len(sessions)
+        again: list[PutSession] = []
+        for s, outcome in zip(sessions, answers, strict=True):
+            if s.state is not PutState.OPENING:
+                continue
+            if outcome in (Outcome.OK, Outcome.INVALID, Outcome.NOT_FOUND):
+                self.refuse(gs, [s], "put open failed")
+            elif s.attempts <= len(CLEAN_UP_RETRY_S) and outcome not in (Outcome.LOST, Outcome.UNREACHABLE):
+                s.attempts += 1
+                again.append(s)
+            else:
+                gs.block_of.pop(s, None)
+                self._c.table.put(s, PutEvent.LOST, f"put open failed, and so did its revoke: {outcome.value}")
+        if again:
+            wait = CLEAN_UP_RETRY_S[min(again[0].attempts - 1, len(CLEAN_UP_RETRY_S) - 1)]
+            self._c.later(wait, RetryCleanUp(gs.state.id, again))
+
+    def retry_clean_up(self, message: RetryCleanUp) -> None:
+        self._clean_up(message.step, [s for s in message.sessions if s.state is PutState.OPENING])
+
+    def late_open(self, sessions: Sequence[PutSession], done: TransferDone) -> None:
+        """A put open that was given up has returned: whatever it opened is revoked; the keys stay abandoned."""
+        c = self._c
+        keys = [s.key for s, o in zip(sessions, done.outcomes, strict=True) if o is Outcome.OK]
+        if keys:
+            c.submit(Ask(reply=c.mailbox.post, priority=Priority.COMMIT, group_id=c.group_id, run=partial(_put_revoke, keys)))
+
+
+class ReadableDone:
+    """The answer to a `readable` question, back in the group's mailbox."""
+
+    __slots__ = ("done", "sessions")
+
+    def __init__(self, sessions: list[PutSession], done: TransferDone) -> None:
+        self.sessions = sessions
+        self.done = done
+
+
+class Cleaned:
+    """The revoke after an open that raised has returned."""
+
+    __slots__ = ("done", "sessions")
+
+    def __init__(self, sessions: list[PutSession], done: TransferDone) -> None:
+        self.sessions = sessions
+        self.done = done
+
+
+def _readable(keys: Sequence[str], store: Store) -> list[bool]:
+    return store.readable(keys)
+
+
+def _put_revoke(keys: Sequence[str], store: Store) -> list[Outcome]:
+    return store.put_revoke(keys)
