@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvactors.actors.actor import Actor
+from kvactors.actors.draining import DrainExpired, Draining
 from kvactors.actors.log import get_logger
 from kvactors.actors.lookups import Find, LookupDone, LookupExpired, Lookups
 from kvactors.actors.mailbox import Mailbox
@@ -81,10 +82,6 @@ class PrepareExpired:
     step: int
 
 
-class DrainExpired:
-    """Timer to itself: the drain's deadline passed."""
-
-
 class Coordinator(Actor):
     """See the module. `fence` takes destinations that a store call may still write when their step is given up."""
 
@@ -117,11 +114,7 @@ class Coordinator(Actor):
         self._next: deque[Any] = deque()
         """messages of steps that began while an earlier one is still being aborted"""
         self._releases: list[ReleaseRequest] = []
-        self._drain: Drain | None = None
-        self._left: list[str] | None = None
-        """what a drain that has ended left behind"""
-        self._draining_groups: set[int] = set()
-        self._leftovers: list[str] = []
+        self._drain = Draining(stats)
         self._degraded = ""
 
     async def handle(self, message: Any) -> None:
@@ -191,7 +184,7 @@ class Coordinator(Actor):
 
     def _refusal(self) -> str:
         """Why a step is passed through at once; empty if it is not."""
-        if self._drain is not None:
+        if self._drain.asked:
             return "the engine is draining"
         if self.watch.circuit.is_open:
             return "the store cannot be reached"
@@ -430,59 +423,35 @@ class Coordinator(Actor):
     # -- drain ---------------------------------------------------------------------------------------------------------
 
     def _start_drain(self, message: Drain) -> None:
-        if self._left is not None:
-            message.answer(self._left)
-            return
-        if self._drain is not None:
-            earlier = self._drain.answer
-
-            def both(left: list[str]) -> None:
-                earlier(left)
-                message.answer(left)
-
-            self._drain.answer = both
-            return
-        self._drain = message
-        self._stats.state = "draining"
-        self.later(message.deadline_s, DrainExpired())
-        self._check_drained()
+        if self._drain.ask(message):
+            self.later(message.deadline_s, DrainExpired())
+            self._check_drained()
 
     def _check_drained(self) -> None:
+        drain = self._drain
         busy = self._runs or self._next or any(not table.idle for table in self._tables)
-        if self._drain is not None and self._left is None and not self._draining_groups and not busy:
+        if drain.asked and not drain.over and not drain.abandoning and not busy:
             for table in self._tables:
                 table.abandon_all("only a call that did not return held it")
-            self._finish_drain([])
-
-    def _finish_drain(self, left: list[str]) -> None:
-        assert self._drain is not None
-        self._left = left
-        self._stats.state = "drained"
-        self._drain.answer(left)
+            drain.finish()
 
     async def _drain_expired(self) -> None:
-        if self._left is not None or self._draining_groups or self._drain is None:
-            return
-        self._draining_groups = set(self._groups)
-        for step in [s for s, r in self._runs.items() if not r.state.ended.is_open]:
-            self._pool.cancel(step)
-        await self._broadcast(Abandon(min(ABANDON_GRACE_S, self._drain.deadline_s)))
+        if self._drain.expire(self._groups):
+            for step in [s for s, r in self._runs.items() if not r.state.ended.is_open]:
+                self._pool.cancel(step)
+            await self._broadcast(Abandon(ABANDON_GRACE_S))
 
     async def _group_drained(self, message: Drained) -> None:
         """What the groups could not end in time is abandoned; every step is given up, its destinations are fenced."""
-        if message.group_id not in self._draining_groups:
+        if not self._drain.abandoned(message):
             return
-        self._draining_groups.discard(message.group_id)
-        self._leftovers.extend(message.left)
-        if self._draining_groups:
-            return
-        left = [f"step {r.state.id}: {_waits_for(r)}" for r in self._runs.values()] + self._leftovers
+        left = [f"step {r.state.id}: {_waits_for(r)}" for r in self._runs.values()]
         for run in list(self._runs.values()):
             self._fence(run.state.give_up("the drain's deadline passed"))
             self._states.pop(run.state.id, None)
         self._runs.clear()
         self._open = None
-        self._finish_drain(left)
+        self._drain.finish(left)
         await self._check_releases()
         await self._begin_next()
 
@@ -500,9 +469,7 @@ class Coordinator(Actor):
                     message.answer()
                 case Drain():
                     message.answer(["the engine ended before it was drained"])
-        if self._drain is not None and self._left is None:
-            self._left = ["the engine ended before it was drained"]
-            self._drain.answer(self._left)
+        self._drain.fail("the engine ended before it was drained")
 
     # -- sending -------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import anyio
 
@@ -25,7 +25,7 @@ from kvactors.actors.range_debug import wanted as range_debug_wanted
 from kvactors.actors.step_state import StepState
 from kvactors.actors.threads import WorkerThreads
 from kvactors.actors.undertaker import Undertaker
-from kvactors.core.admission import hashes_problem, problem_of
+from kvactors.core.admission import hashes_problem
 from kvactors.core.clock import Clock
 from kvactors.core.config import EngineConfig, seconds
 from kvactors.core.events import DeviceEvent, Devices
@@ -42,6 +42,7 @@ from kvactors.core.story import StoryBook
 from kvactors.core.taint import Taints
 from kvactors.devices import CpuDevices, MonotonicClock
 from kvactors.engine.driver import StepDriver
+from kvactors.engine.intake import Answer, Intake
 from kvactors.engine.steps import Step
 from kvactors.errors import ConfigError, DrainTimeout, EngineClosedError, EngineDeadError, EngineError, StepError
 from kvactors.messages import (
@@ -56,8 +57,6 @@ from kvactors.messages import (
 )
 
 log = get_logger("kvactors.engine")
-
-T = TypeVar("T")
 
 CLOSE_GRACE_S = 1.0
 """How long `close` waits for store calls under way."""
@@ -132,8 +131,7 @@ class Engine:
             for g in layout.groups
             if g.layers
         }
-        self._group_layers = {gid: tuple(actor.context.ranges.layers) for gid, actor in self._groups.items()}
-        self._block_tokens = {g.id: g.block_tokens for g in layout.groups}
+        group_layers = {gid: tuple(actor.context.ranges.layers) for gid, actor in self._groups.items()}
         self._coordinator = Coordinator(
             layout,
             self.hash_tokens,
@@ -157,7 +155,7 @@ class Engine:
             hookless_layers,
             self._coordinator.mailbox.post,
         )
-        self._last_step = 0
+        self._intake = Intake(layout, self.hash_tokens, group_layers, self._stats)
         self._dead: str = ""
         self._started = False
         self._stop: asyncio.Event | None = None
@@ -278,7 +276,7 @@ class Engine:
         return Step(self, self.open_step(requests, event))
 
     def open_step(self, requests: Sequence[StepRequest], event: DeviceEvent | None) -> StepState:
-        state = self._new_state(requests)
+        state = self._intake.state(requests)
         previous, self.driver.open_step = self.driver.open_step, state
         if previous is not None and not previous.ended.is_open:
             previous.aborted = True
@@ -304,29 +302,6 @@ class Engine:
         state.give_up(self._dead)
         if self.config.strict:
             raise EngineDeadError(f"{self._dead}; begin no step on this engine")
-
-    def _new_state(self, requests: Sequence[StepRequest], *, windowed: bool = True) -> StepState:
-        good: dict[str, StepRequest] = {}
-        problems: dict[str, str] = {}
-        rejected_loads: list[str] = []
-        for request in requests:
-            problem = problem_of(request, self.layout, self.hash_tokens)
-            if not problem and request.request_id in good:
-                problem = "is named twice in one step"
-            if problem:
-                problems[request.request_id] = problem
-                self._stats.bad_requests += 1
-                if request.request_id not in good and _loads_something(request):
-                    rejected_loads.append(request.request_id)
-                log.warning("a request takes no part in a step", request=request.request_id, problem=problem)
-            else:
-                groups = {g: b for g, b in request.groups.items() if g in self._groups}
-                whole = len(groups) == len(request.groups)
-                good[request.request_id] = request if whole else dataclasses.replace(request, groups=groups)
-        self._last_step += 1
-        return StepState(
-            self._last_step, good, problems, rejected_loads, self._group_layers, self._block_tokens, windowed=windowed
-        )
 
     def post(self, message: Any) -> None:
         if not self._started:
@@ -387,7 +362,7 @@ class Engine:
         self, request_id: str, blocks: Mapping[int, GroupBlocks], hashes: Sequence[bytes], event: DeviceEvent | None
     ) -> StepState:
         request = StepRequest(request_id, hashes, {g: dataclasses.replace(b, save=()) for g, b in blocks.items()})
-        state = self._new_state([request], windowed=False)
+        state = self._intake.state([request], windowed=False)
         if request_id in state.problems:
             raise StepError(f"load for {request_id!r}: {state.problems[request_id]}")
         if self._is_dead():
@@ -517,26 +492,6 @@ class Engine:
         if self._stats.state == "drained" and s.put_opened != ends:
             found.append(f"I2: {s.put_opened} put sessions were opened, {ends} are accounted for")
         return found
-
-
-class Answer(Generic[T]):
-    """A value that arrives once, with the latch that says so."""
-
-    __slots__ = ("latch", "value")
-
-    def __init__(self, default: T) -> None:
-        self.value = default
-        self.latch = Latch()
-
-    def give(self, value: T) -> None:
-        self.value = value
-        self.latch.open()
-
-
-def _loads_something(request: Any) -> bool:
-    """Whether a request that makes no sense asked for a load, as far as one can tell."""
-    groups = request.groups if isinstance(request.groups, Mapping) else {}
-    return any(len(load) > 0 for load in (getattr(b, "load", ()) for b in groups.values()) if hasattr(load, "__len__"))
 
 
 def _opened() -> Latch:

@@ -30,8 +30,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "disagg": frozenset({"core", "memory", "messages", "actors", "devices"}),
     # The engine puts the pieces together; it names the CPU's clock and device events as its defaults.
     "engine": frozenset({"core", "messages", "actors", "devices"}),
-    "blocking": frozenset({"core", "messages", "actors", "devices", "engine"}),
-    "vllm": frozenset({"core", "memory", "stores", "devices", "disagg", "engine", "blocking"}),
+    "vllm": frozenset({"core", "memory", "stores", "devices", "disagg", "engine"}),
     # What a person runs may use anything.
     "replay": ANY,
     "simulate": ANY,

@@ -1,0 +1,74 @@
+"""What comes in: requests are admitted into numbered steps, answers go out once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from kvactors.actors.latch import Latch
+from kvactors.actors.log import get_logger
+from kvactors.actors.step_state import StepState
+from kvactors.core.admission import problem_of
+from kvactors.core.layout import KVLayout
+from kvactors.core.stats import EngineStats
+from kvactors.core.steps import StepRequest
+
+log = get_logger("kvactors.engine")
+
+T = TypeVar("T")
+
+
+class Intake:
+    """Makes the state of each step. Requests that make no sense are left out, and named."""
+
+    def __init__(
+        self, layout: KVLayout, hash_tokens: int, group_layers: Mapping[int, Sequence[int]], stats: EngineStats
+    ) -> None:
+        self._layout, self._hash_tokens, self._group_layers, self._stats = layout, hash_tokens, group_layers, stats
+        self._block_tokens = {g.id: g.block_tokens for g in layout.groups}
+        self._last_step = 0
+
+    def state(self, requests: Sequence[StepRequest], *, windowed: bool = True) -> StepState:
+        """The state of a new step, or of a load outside steps."""
+        good: dict[str, StepRequest] = {}
+        problems: dict[str, str] = {}
+        rejected_loads: list[str] = []
+        for request in requests:
+            problem = problem_of(request, self._layout, self._hash_tokens)
+            if not problem and request.request_id in good:
+                problem = "is named twice in one step"
+            if problem:
+                problems[request.request_id] = problem
+                self._stats.bad_requests += 1
+                if request.request_id not in good and _loads_something(request):
+                    rejected_loads.append(request.request_id)
+                log.warning("a request takes no part in a step", request=request.request_id, problem=problem)
+            else:
+                here = {g: b for g, b in request.groups.items() if g in self._group_layers}
+                whole = len(here) == len(request.groups)
+                good[request.request_id] = request if whole else dataclasses.replace(request, groups=here)
+        self._last_step += 1
+        return StepState(
+            self._last_step, good, problems, rejected_loads, self._group_layers, self._block_tokens, windowed=windowed
+        )
+
+
+def _loads_something(request: Any) -> bool:
+    """Whether a request that makes no sense asked for a load, as far as one can tell."""
+    groups = request.groups if isinstance(request.groups, Mapping) else {}
+    return any(len(load) > 0 for load in (getattr(b, "load", ()) for b in groups.values()) if hasattr(load, "__len__"))
+
+
+class Answer(Generic[T]):
+    """A value that arrives once, with the latch that says so."""
+
+    __slots__ = ("latch", "value")
+
+    def __init__(self, default: T) -> None:
+        self.value = default
+        self.latch = Latch()
+
+    def give(self, value: T) -> None:
+        self.value = value
+        self.latch.open()
