@@ -346,11 +346,12 @@ def simulate(
     low, high = _seed_range(seeds)
     if layout is not None:
         instance(layout)
-    plans = [scenario(n, faults, requests=requests, most_faults=most_faults, model=layout) for n in range(low, high)]
+    scenario(low, faults)
+    plans = (scenario(n, faults, requests=requests, most_faults=most_faults, model=layout) for n in range(low, high))
     log_from(logging.CRITICAL)
     totals = run_all(plans, jobs=jobs, most_failures=most_failures, say=click.echo)
     click.echo(totals.line())
-    return 1 if totals.failing else 0
+    return 130 if totals.interrupted else 1 if totals.failing else 0
 
 
 def _seed_range(text: str) -> tuple[int, int]:

@@ -51,6 +51,9 @@ def hashes_problem(hashes: Any) -> str:
 
 def _list_problem(what: str, indices: Any, blocks: GroupBlocks, hashed: int | None) -> str:
     """`hashed`: how many blocks the hashes cover; None = the keys come from the engine's memory of the request."""
+    table: Any = blocks.block_ids
+    if isinstance(table, str | bytes) or not hasattr(table, "__getitem__") or not hasattr(table, "__len__"):
+        return f"block_ids is {table!r:.60}; give the local block id of each block index"
     if isinstance(indices, str | bytes) or not hasattr(indices, "__len__"):
         return f"the {what} list is {indices!r:.60}; give block indices"
     if not len(indices):
@@ -73,6 +76,9 @@ def _list_problem(what: str, indices: Any, blocks: GroupBlocks, hashed: int | No
     if int(ids.min()) < NULL_BLOCK or int(ids.max()) > MOST_BLOCK_ID:
         bad = next(int(i) for i in ids if not NULL_BLOCK <= i <= MOST_BLOCK_ID)
         return f"the {what} list names local block {bad}; ids start at 0, and {NULL_BLOCK} stands for no block"
+    real = ids[ids != NULL_BLOCK]
+    if what == "load" and len(np.unique(real)) != len(real):
+        return "two blocks are to be loaded into one local block"
     return ""
 
 

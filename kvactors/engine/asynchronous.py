@@ -361,6 +361,8 @@ class Engine:
     def start_load(
         self, request_id: str, blocks: Mapping[int, GroupBlocks], hashes: Sequence[bytes], event: DeviceEvent | None
     ) -> StepState:
+        if not isinstance(blocks, Mapping) or not all(isinstance(b, GroupBlocks) for b in blocks.values()):
+            raise StepError(f"load for {request_id!r}: blocks is {blocks!r:.60}; give group id -> GroupBlocks")
         request = StepRequest(request_id, hashes, {g: dataclasses.replace(b, save=()) for g, b in blocks.items()})
         state = self._intake.state([request], windowed=False)
         if request_id in state.problems:
@@ -421,6 +423,8 @@ class Engine:
 
     def forget(self, request_id: str) -> None:
         """Drops the memory of the request's committed keys, after finish or abort."""
+        if not isinstance(request_id, str):
+            raise ConfigError(f"forget({request_id!r}): give a request id")
         if not self._dead:
             self.post(ForgetRequest(request_id))
 

@@ -13,6 +13,7 @@ from kvactors.core.admission import problem_of
 from kvactors.core.layout import KVLayout
 from kvactors.core.stats import EngineStats
 from kvactors.core.steps import StepRequest
+from kvactors.errors import StepError
 
 log = get_logger("kvactors.engine")
 
@@ -31,6 +32,11 @@ class Intake:
 
     def state(self, requests: Sequence[StepRequest], *, windowed: bool = True) -> StepState:
         """The state of a new step, or of a load outside steps."""
+        if not isinstance(requests, Sequence):
+            raise StepError(f"begin_step: {requests!r:.60} is no sequence of StepRequest")
+        strange = next((r for r in requests if not isinstance(r, StepRequest)), None)
+        if strange is not None:
+            raise StepError(f"begin_step: {strange!r:.60} is no StepRequest")
         good: dict[str, StepRequest] = {}
         problems: dict[str, str] = {}
         rejected_loads: list[str] = []

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvactors.core.events import DeviceEvent
 from kvactors.core.layout import Group, GroupKind, KVLayout
 from kvactors.core.reachability import Hit
-from kvactors.core.steps import NULL_BLOCK, GroupBlocks, Phase, ReleaseReason, StepRequest
+from kvactors.core.steps import NULL_BLOCK, FailedLoad, GroupBlocks, Phase, ReleaseReason, StepRequest
 from kvactors.devices import ManualEvent
 from kvactors.engine import Engine, Step
 from kvactors.errors import DrainTimeout
@@ -45,6 +45,7 @@ class Driver:
         self.world, self.number, self.engines, self.blocks = world, number, engines, blocks
         self.streams = streams
         self.waiting = list(requests)
+        self._all = list(requests)
         self.running: list[SimRequest] = []
         self.steps = 0
         self._rng = rng
@@ -54,7 +55,7 @@ class Driver:
         self._boundary = engines[0].reachability.boundary_tokens
         self._hash_tokens = engines[0].hash_tokens
         self._loads: set[asyncio.Task[None]] = set()
-        self._batch = rng.choice((3, 6, 9))
+        self._batch = rng.choice((2, 4, 6))
         self._reckless = rng.random() < 0.5
         """aborts, overtakes, preempts"""
         self._aborts = 0
@@ -130,7 +131,7 @@ class Driver:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     async def _admit(self) -> None:
-        while self.waiting and len(self.running) < 2 * self._batch:
+        while self.waiting and len(self.running) <= self._batch:
             r = self.waiting[0]
             hit = await self.engines[0].lookup(r.hashes, r.tokens)
             self._check_hit(r, hit)
@@ -161,6 +162,8 @@ class Driver:
                 table[g.id] = dict(zip(indices, ids, strict=False))
         r.tables, r.hit, r.masks = tables, hit.tokens, hit.masks
         r.computed = hit.tokens
+        if r.restarted_at is not None:
+            r.restarted_at = hit.tokens
         return True
 
     def _free_tables(self, tables: list[dict[int, dict[int, int]]]) -> None:
@@ -193,6 +196,7 @@ class Driver:
         if r.loading:
             return
         await self._leave(r, ReleaseReason.PREEMPTED)
+        r.bad_restart = False
         if r.wrong:
             r.restarted_at = 0
         r.hit = r.computed = 0
@@ -230,7 +234,10 @@ class Driver:
             await self._leave(r, ReleaseReason.ABORTED)
         elif failed:
             self._check_blame(r, before)
-            await self._restart(r)
+            if len(self.engines) == 1 and self._rng.random() < 0.4 and r.failures == 0:
+                r.failures, r.hit, r.wrong = 1, 0, {0}  # computes on, from missing KV: must never be published
+            else:
+                await self._restart(r)
         else:
             r.hit = 0
         r.loading = False
@@ -265,7 +272,7 @@ class Driver:
                     r.id,
                     r.hashes,
                     {
-                        g.id: self._blocks(r, rank, g, load=True, save=self._saved(r, g, ends[r.id]))
+                        g.id: self._blocks(r, rank, g, load=not r.bad_restart, save=self._saved(r, g, ends[r.id]))
                         for g in layout.groups
                         if g.layers
                     },
@@ -277,6 +284,8 @@ class Driver:
         for r in batch:
             if r.restarted_at is not None:
                 r.wrong, r.restarted_at = set(), None
+            if r.bad_restart:  # nothing was loaded: whatever the caller claims, the KV is wrong
+                r.wrong, r.hit, r.bad_restart = {0}, 0, False
         stop_after = self._rng.randrange(5) if self._reckless and self._rng.random() < 0.2 else None
         for stage, ranks in self._stages.items():
             for layer in range(self.blocks[ranks[0]].layout.stage_layers):
@@ -407,6 +416,9 @@ class Driver:
             if r.id in failed:
                 if self._aborts == aborts:
                     self._check_blame(r, before)
+                for rank, step in enumerate(steps):
+                    if r.id in step.failures:
+                        self._check_failure(step.failures[r.id], rank, r)
                 self._excuse(r, ends[r.id])
                 if self._rng.random() < 0.5 and r.failures == 0:
                     r.failures = 1  # carries on, computing from missing KV: must never be published
@@ -449,6 +461,8 @@ class Driver:
                 await engine.release(r.id, ReleaseReason.PREEMPTED)
             self.waiting.append(r)
         r.restarted_at = r.computed
+        claims = len(self.engines) == 1 and r.tables and r.hit > r.first_wrong >= 0
+        r.bad_restart = bool(claims) and self._rng.random() < 0.3
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
@@ -499,16 +513,34 @@ class Driver:
             o = world.pool.objects.get(key)
             self._must(o is not None and o.committed, f"I8: {key} was computed and saved, nothing failed, and it is not there")
 
+    def _check_failure(self, failure: FailedLoad, rank: int, r: SimRequest) -> None:
+        """A failed load names the blocks of all groups of the request that cover the same tokens (I8)."""
+        r.first_wrong = failure.first_token
+        groups = {g.id: g for g in self.blocks[rank].layout.groups}
+        tokens = {g: groups[g].block_tokens for g in failure.blocks}
+        spans = [(i * tokens[g], (i + 1) * tokens[g]) for g, blocks in failure.blocks.items() for i in blocks]
+        first = [(lo, hi) for lo, hi in spans if lo == failure.first_token]
+        for n, g in enumerate(self.blocks[rank].layout.groups):
+            t = g.block_tokens
+            for i, needed in enumerate(r.masks[n]) if g.layers and r.hit else ():
+                covers = any(lo < (i + 1) * t and i * t < hi for lo, hi in first[:1])
+                if needed and covers:
+                    self._must(i in failure.blocks.get(g.id, ()), f"I8: block {i} of group {g.id} is not among the failed ones")
+
     def _must(self, holds: bool, what: str) -> None:
         if not holds:
             self.world.broke(what)
 
     def story(self, violation: str) -> list[str]:
-        """What happened to the sessions of the block, or of the request, that a violation names."""
-        lines: list[str] = []
-        for engine in self.engines:
-            for request_id in list(engine._story._pages):
-                told = engine.story(request_id)
-                if request_id in violation.split() or not lines:
-                    lines += [f"{request_id}: {line}" for line in told]
-        return lines[-80:]
+        """What happened to the sessions of the requests that a violation names, or whose key it names."""
+        words = {w.strip(",:;") for w in violation.split()}
+        named = [r for r in self._all if r.id in words or words & self._keys_of(r)]
+        return [f"{r.id}: {line}" for r in named for engine in self.engines for line in engine.story(r.id)][-120:]
+
+    def _keys_of(self, r: SimRequest) -> set[str]:
+        return {
+            local.key(g.id, self._hash(g, r, i))
+            for local in self.blocks
+            for g in local.layout.groups
+            for i in range(len(r.hashes) * self._hash_tokens // g.block_tokens)
+        }

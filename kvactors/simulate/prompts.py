@@ -6,9 +6,9 @@ import hashlib
 import random
 from dataclasses import dataclass, field
 
-MOST_SHARED = 5
-MOST_NEW = 5
-"""Fine hash units of a prompt that are shared with an earlier one, and that are its own."""
+MOST_SHARED = 3
+MOST_NEW = 3
+"""Scheduler boundaries of a prompt that are shared with an earlier one, and that are its own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +24,8 @@ class SimRequest:
         wrong: ranks that computed from missing KV; what follows there is garbage until a restart.
         restarted_at: set in the first step after a restart.
         dead: aborted.
+        first_wrong: first token of its last failed load.
+        bad_restart: its next restart is one that the engine must not believe.
     """
 
     id: str
@@ -38,18 +40,22 @@ class SimRequest:
     failures: int = 0
     dead: bool = False
     loading: bool = False
+    bad_restart: bool = False
+    first_wrong: int = -1
 
 
-def prompts(count: int, hash_tokens: int, rng: random.Random, prefix: str) -> list[SimRequest]:
+def prompts(count: int, hash_tokens: int, boundary: int, rng: random.Random, prefix: str) -> list[SimRequest]:
     """Requests whose prompts share prefixes: each continues the prompt of an earlier one at a random place, or starts anew."""
     trails: list[list[bytes]] = []
     out = []
+    unit = boundary // hash_tokens
     for n in range(count):
         trail: list[bytes] = []
-        if trails and rng.random() < 0.7:
+        if trails and rng.random() < 0.75:
             parent = trails[rng.randrange(len(trails))]
-            trail = parent[: rng.randrange(min(len(parent), MOST_SHARED) + 1)]
-        for i in range(rng.randrange(0 if trail else 1, MOST_NEW)):
+            trail = parent[: min(rng.randrange(MOST_SHARED + 1) * unit + rng.randrange(2) * (unit // 2), len(parent))]
+        new = rng.randrange(0 if trail else 1, MOST_NEW) * unit + rng.choice((0, unit // 2, unit - 1))
+        for i in range(new):
             trail = [*trail, hashlib.sha256(f"{prefix}/{n}/{i}/{len(trail)}".encode()).digest()]
         trails.append(trail)
         out.append(SimRequest(f"{prefix}{n}", trail, len(trail) * hash_tokens + rng.choice((0, rng.randrange(hash_tokens)))))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
+import shlex
+import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -34,6 +36,8 @@ class Totals:
     injected: Counter[str] = field(default_factory=Counter)
     presets: Counter[str] = field(default_factory=Counter)
     wall_s: float = 0.0
+    stopped: bool = False
+    interrupted: bool = False
 
     def add(self, o: Outcomes) -> None:
         self.seeds += 1
@@ -50,9 +54,10 @@ class Totals:
         rate = self.seeds / self.wall_s if self.wall_s else 0.0
         faults = sum(n for kind, n in self.injected.items() if kind != "event_late")
         return (
-            f"{self.seeds} seeds over {len(self.presets)} presets: {self.events} events, {self.steps} steps, "
+            f"{self.seeds} seeds over {len(self.presets)} preset(s): {self.events} events, {self.steps} steps, "
             f"{self.saved} blocks saved, {self.loaded} loaded, {faults} faults injected; "
             f"{self.failing} failing; {rate:.0f} seeds/s"
+            f"{'; stopped after the most failures' if self.stopped else ''}{'; interrupted' if self.interrupted else ''}"
         )
 
 
@@ -64,7 +69,7 @@ def scenario(
     return Scenario(seed, preset, PRESETS[preset], requests, most_faults, model)
 
 
-def run_seeds(scenarios: Sequence[Scenario], jobs: int = 1) -> Iterator[Outcomes]:
+def run_seeds(scenarios: Iterable[Scenario], jobs: int = 1) -> Iterator[Outcomes]:
     """Runs scenarios, in order with one job, else in whatever order `jobs` processes finish them."""
     if jobs <= 1:
         with _without_gc():
@@ -73,10 +78,15 @@ def run_seeds(scenarios: Sequence[Scenario], jobs: int = 1) -> Iterator[Outcomes
                 if n % COLLECT_EVERY == COLLECT_EVERY - 1:
                     gc.collect()
         return
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+    with multiprocessing.get_context("fork").Pool(jobs, _ignore_interrupts) as pool:
         yield from pool.imap_unordered(_run_one, scenarios, chunksize=CHUNK)
         pool.close()
         pool.join()
+
+
+def _ignore_interrupts() -> None:
+    """Ctrl-C is the parent's to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager
@@ -132,20 +142,28 @@ def command(s: Scenario) -> str:
     if s.most_faults is not None:
         words.append(f"--most-faults {s.most_faults}")
     if s.model is not None:
-        words.append(f"--layout {s.model}")
+        words.append(f"--layout {shlex.quote(s.model)}")
     return " ".join(words)
 
 
 def simulate(
-    scenarios: Sequence[Scenario],
+    scenarios: Iterable[Scenario],
     *,
     jobs: int,
     most_failures: int,
     say: Callable[[str], None],
-    on_progress: Callable[[Totals], None] = lambda _: None,
 ) -> Totals:
-    """Runs scenarios and tells of each failing one; stops early after `most_failures`."""
+    """Runs scenarios and tells of each failing one; stops early after `most_failures`, and after the run in hand at Ctrl-C."""
     totals = Totals()
+    before = signal.signal(signal.SIGINT, lambda *_: setattr(totals, "interrupted", True))
+    try:
+        _simulate(scenarios, totals, jobs, most_failures, say)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return totals
+
+
+def _simulate(scenarios: Iterable[Scenario], totals: Totals, jobs: int, most_failures: int, say: Callable[[str], None]) -> None:
     logging.getLogger("kvactors").setLevel(logging.CRITICAL)  # the injected faults are no news
     start = time.monotonic()
     for outcomes in run_seeds(scenarios, jobs):
@@ -153,16 +171,21 @@ def simulate(
         totals.wall_s = time.monotonic() - start
         if outcomes.violations:
             _tell(outcomes, say)
-            if totals.failing >= most_failures:
-                break
-        on_progress(totals)
+        totals.stopped = totals.failing >= most_failures
+        if totals.stopped or totals.interrupted:
+            break
     totals.wall_s = time.monotonic() - start
-    return totals
+    if not totals.loaded and not totals.interrupted:
+        say("warning: no run loaded a single block; nothing was proven about loads")
 
 
 def _tell(outcomes: Outcomes, say: Callable[[str], None]) -> None:
     small = shrink(outcomes.scenario)
     again = World(small).run()
+    if not again.violations:
+        say(f"FAILING seed {outcomes.scenario.seed}: {outcomes.violations[0]}")
+        say(f"  it does not repeat with {command(outcomes.scenario)}")
+        return
     say(f"FAILING seed {small.seed}, model {again.model}: {again.violations[0]}")
     say(f"  repeat: {command(small)}")
     say(f"  log hash: {again.log_hash}; injected: {again.injected}")

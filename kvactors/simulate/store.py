@@ -260,6 +260,8 @@ class SimulatedStore:
             s = self._gets.get(key)
             if s is None:
                 return Outcome.INVALID
+            if self.epoch() > s.epoch:
+                pool.violations.append(f"I11: a range of {key} was read on a session that the engine knew was lost")
             if pool.now() > s.until and not pool.sloppy_leases:
                 del self._gets[key]
                 return Outcome.LEASE_EXPIRED

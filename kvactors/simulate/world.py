@@ -125,10 +125,11 @@ class World:
         self.loop = VirtualLoop(rng("schedule"), self._after_event)
         self.rng = rng("workload")
         self.violations: list[str] = []
+        self.stores: list[SimulatedStore] = []
         self.excused: set[str] = set()
         """keys that need not be published: their writer's load failed"""
         ranks = instance(self.model)
-        instances = 2 if len(ranks) == 1 and shape.random() < 0.3 else 1
+        instances = 2 if len(ranks) == 1 and shape.random() < 0.3 and scenario.requests > 1 else 1
         local_bytes = max(local_bytes_of(r.layout, LOCAL_BLOCKS) for r in ranks)
         object_bytes = max(r.layout.object_bytes(g.id) for r in ranks for g in r.layout.groups)
         pool_bytes = (40 if scenario.rates.space else 3000) * object_bytes
@@ -143,8 +144,10 @@ class World:
             lease_s=1.0 if rates.lease else 10.0,
         )
         self.pool.sloppy_leases = rates.lease
+        half = scenario.requests // instances
+        shares = [scenario.requests - half * (instances - 1), half]
         self.drivers = [
-            self._driver(number, ranks, memory, local_bytes, rng(f"instance {number}"), scenario.requests // instances)
+            self._driver(number, ranks, memory, local_bytes, rng(f"instance {number}"), shares[number])
             for number in range(instances)
         ]
         engines = [engine for driver in self.drivers for engine in driver.engines]
@@ -192,10 +195,12 @@ class World:
                 hash_tokens=hash_tokens,
             )
             store.epoch = partial(_epoch_of, engine)
+            self.stores.append(store)
             engines.append(engine)
             locals_.append(local)
             streams.append(stream)
-        requests = prompts(count, hash_tokens, self.rng, f"r{number}-" if number else "r")
+        boundary = engines[0].reachability.boundary_tokens
+        requests = prompts(count, hash_tokens, boundary, self.rng, f"r{number}-" if number else "r")
         return Driver(self, number, engines, locals_, requests, streams, rng)
 
     # -- faults --------------------------------------------------------------------------------------------------------
@@ -238,6 +243,16 @@ class World:
         if self.violations:
             raise InvariantBroken
 
+    def _check_stores(self) -> None:
+        """After the drain no client has a session left, unless a call never returned, or the engine gave a key up."""
+        if set(self.trouble.injected) & {"freeze", "spike", "kill", "crash"}:
+            return
+        given_up = {k for d in self.drivers for e in d.engines for k in (e.stats().abandoned_keys + e.stats().poisoned_keys)}
+        for store in self.stores:
+            left = [s for s in store.open_sessions() if s.split(" ", 1)[1] not in given_up and s.startswith("put")]
+            if left:
+                self.broke(f"I2: the store still has sessions that the engine ended: {left[0]}")
+
     def broke(self, what: str) -> None:
         self.violations.append(what)
         self.log.note(f"VIOLATION {what}")
@@ -271,6 +286,7 @@ class World:
             await asyncio.gather(*tasks)
             for driver in self.drivers:
                 await driver.finish()
+            self._check_stores()
         except (DeadlineError, DrainTimeout) as e:
             self.broke(f"I9: {type(e).__name__}: {e}")
         except EngineError as e:

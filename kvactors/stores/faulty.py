@@ -180,7 +180,11 @@ class FaultyStore:
 
     def health(self) -> Health:
         """The wrapped store's health; not ok while killed."""
-        if self._killed_by is not None:
+        with self._lock:
+            killed = self._killed_by is not None
+            if killed:
+                self._count_dead_call()  # a probe counts: else a kill for some calls never ends once nothing but probes comes
+        if killed:
             return Health(False, "the store does not answer (injected)")
         return self._call("health", (), lambda _: [self.store.health()], lambda _: Health(False))[0]
 
@@ -268,11 +272,14 @@ class FaultyStore:
         if killed is None or call == "stats":
             return None, hits
         self._note(call, "kill", keys, range(len(keys)))
+        self._count_dead_call()
+        return killed, []
+
+    def _count_dead_call(self) -> None:
         if self._dead_calls_left is not None:
             self._dead_calls_left -= 1
             if self._dead_calls_left <= 0:
                 self._killed_by = None
-        return killed, []
 
     def _hit(self, place: int, fault: Fault, call: str, keys: Sequence[str]) -> list[int] | None:
         if fault.call != call and not (fault.call == "*" and call in KEYED_CALLS):
