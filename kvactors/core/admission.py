@@ -58,33 +58,28 @@ def _list_problem(what: str, indices: Any, blocks: GroupBlocks, hashed: int | No
         return f"the {what} list is {indices!r:.60}; give block indices"
     if not len(indices):
         return ""
-    array = _whole_numbers(indices)
-    if array is None:
+    if not _whole_numbers(indices):
         return f"the {what} list holds something else than block indices"
-    low, high = int(array.min()), int(array.max())
+    low, high = int(min(indices)), int(max(indices))
     if low < 0:
         return f"{what} of block {low}: block indices start at 0"
     if high >= len(blocks.block_ids):
         return f"{what} of block {high}, but there are only {len(blocks.block_ids)} block ids"
     if hashed is not None and high >= hashed:
         return f"{what} of block {high}, but the hashes cover only {hashed} blocks"
-    if len(np.unique(array)) != len(array):
+    if len(set(indices)) != len(indices):
         return f"the {what} list names a block twice"
-    ids = _whole_numbers([blocks.block_ids[i] for i in indices])
-    if ids is None:
+    ids = [table[i] for i in indices]
+    if not _whole_numbers(ids):
         return f"the {what} list names a block whose local id is no whole number"
-    if int(ids.min()) < NULL_BLOCK or int(ids.max()) > MOST_BLOCK_ID:
+    if min(ids) < NULL_BLOCK or max(ids) > MOST_BLOCK_ID:
         bad = next(int(i) for i in ids if not NULL_BLOCK <= i <= MOST_BLOCK_ID)
         return f"the {what} list names local block {bad}; ids start at 0, and {NULL_BLOCK} stands for no block"
-    real = ids[ids != NULL_BLOCK]
-    if what == "load" and len(np.unique(real)) != len(real):
+    if what == "load" and len(set(ids)) + max(0, ids.count(NULL_BLOCK) - 1) != len(ids):
         return "two blocks are to be loaded into one local block"
     return ""
 
 
-def _whole_numbers(values: Any) -> np.ndarray[Any, Any] | None:
-    try:
-        array = np.asarray(values)
-    except (ValueError, OverflowError):
-        return None
-    return array if array.ndim == 1 and array.dtype.kind in "iu" else None
+def _whole_numbers(values: Any) -> bool:
+    kinds = set(map(type, values))
+    return kinds <= {int} or all(issubclass(k, int | np.integer) and k is not bool for k in kinds)

@@ -54,8 +54,8 @@ class Driver:
             self._stages.setdefault(local.layout.pp_rank, []).append(rank)
         self._boundary = engines[0].reachability.boundary_tokens
         self._hash_tokens = engines[0].hash_tokens
-        self._loads: set[asyncio.Task[None]] = set()
-        self._batch = rng.choice((2, 4, 6))
+        self._loads: dict[asyncio.Task[None], None] = {}  # in order: a set of tasks has none
+        self._batch = rng.choice((3, 6, 8))
         self._reckless = rng.random() < 0.5
         """aborts, overtakes, preempts"""
         self._aborts = 0
@@ -96,7 +96,7 @@ class Driver:
             batch = batch[: self._batch]
             if not batch:
                 if self._loads:
-                    await asyncio.wait(self._loads, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(list(self._loads), return_when=asyncio.FIRST_COMPLETED)
                     continue
                 if self.waiting:
                     await self._make_room()
@@ -123,7 +123,7 @@ class Driver:
         self.check_saved()
 
     async def stop(self) -> None:
-        for task in self._loads:
+        for task in list(self._loads):
             task.cancel()
         for engine in self.engines:
             await engine.close()
@@ -142,8 +142,8 @@ class Driver:
             if r.hit and self._rng.random() < 0.3:
                 r.loading = True
                 task = asyncio.ensure_future(self._load_ahead(r))
-                self._loads.add(task)
-                task.add_done_callback(self._loads.discard)
+                self._loads[task] = None
+                task.add_done_callback(lambda t: self._loads.pop(t, None))
 
     def _place(self, r: SimRequest, hit: Hit) -> bool:
         """Gives the request a local block for each block that it loads or computes; False if they are not there."""
@@ -282,10 +282,10 @@ class Driver:
             ]
             steps.append(engine.begin_step(requests, self._device(rank, lambda: None)))
         for r in batch:
-            if r.restarted_at is not None:
-                r.wrong, r.restarted_at = set(), None
             if r.bad_restart:  # nothing was loaded: whatever the caller claims, the KV is wrong
-                r.wrong, r.hit, r.bad_restart = {0}, 0, False
+                r.wrong, r.restarted_at, r.hit, r.bad_restart = {0}, None, 0, False
+            elif r.restarted_at is not None:
+                r.wrong, r.restarted_at, r.first_wrong = set(), None, -1
         stop_after = self._rng.randrange(5) if self._reckless and self._rng.random() < 0.2 else None
         for stage, ranks in self._stages.items():
             for layer in range(self.blocks[ranks[0]].layout.stage_layers):

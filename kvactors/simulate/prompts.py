@@ -6,8 +6,8 @@ import hashlib
 import random
 from dataclasses import dataclass, field
 
-MOST_SHARED = 3
-MOST_NEW = 3
+MOST_SHARED = 2
+MOST_NEW = 2
 """Scheduler boundaries of a prompt that are shared with an earlier one, and that are its own."""
 
 

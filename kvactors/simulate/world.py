@@ -125,6 +125,7 @@ class World:
         self.loop = VirtualLoop(rng("schedule"), self._after_event)
         self.rng = rng("workload")
         self.violations: list[str] = []
+        self.events = 0
         self.stores: list[SimulatedStore] = []
         self.excused: set[str] = set()
         """keys that need not be published: their writer's load failed"""
@@ -265,7 +266,7 @@ class World:
             pass
         except (DeadlockError, RunawayError) as e:
             self.violations.append(f"I9: {e}")
-        out.events, out.virtual_s = self.loop.events, self.loop.time()
+        out.events, out.virtual_s = self.events or self.loop.events, self.loop.time()
         out.log_hash, out.log_tail = self.log.digest, self.log.tail
         out.injected = dict(self.trouble.injected)
         for driver in self.drivers:
@@ -292,6 +293,7 @@ class World:
         except EngineError as e:
             self.broke(f"I9: {e!r}")
         finally:
+            self.events = self.loop.events  # what closing takes is no part of the run
             for driver in self.drivers:
                 await driver.stop()
 
