@@ -55,7 +55,7 @@ class Driver:
         self._boundary = engines[0].reachability.boundary_tokens
         self._hash_tokens = engines[0].hash_tokens
         self._loads: dict[asyncio.Task[None], None] = {}  # in order: a set of tasks has none
-        self._batch = rng.choice((3, 6, 8))
+        self._batch = rng.choice((4, 7, 10))
         self._reckless = rng.random() < 0.5
         """aborts, overtakes, preempts"""
         self._aborts = 0

@@ -54,7 +54,7 @@ def prompts(count: int, hash_tokens: int, boundary: int, rng: random.Random, pre
         if trails and rng.random() < 0.75:
             parent = trails[rng.randrange(len(trails))]
             trail = parent[: min(rng.randrange(MOST_SHARED + 1) * unit + rng.randrange(2) * (unit // 2), len(parent))]
-        new = rng.randrange(0 if trail else 1, MOST_NEW) * unit + rng.choice((0, unit // 2, unit - 1))
+        new = rng.randrange(0 if trail else 1, MOST_NEW) * unit + rng.choice((0, 0, unit - 1))
         for i in range(new):
             trail = [*trail, hashlib.sha256(f"{prefix}/{n}/{i}/{len(trail)}".encode()).digest()]
         trails.append(trail)
