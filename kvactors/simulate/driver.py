@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from kvactors.core.events import DeviceEvent
 from kvactors.core.layout import Group, GroupKind, KVLayout
 from kvactors.core.reachability import Hit
-from kvactors.core.steps import NULL_BLOCK, FailedLoad, GroupBlocks, Phase, ReleaseReason, StepRequest
+from kvactors.core.steps import NULL_BLOCK, GroupBlocks, Phase, ReleaseReason, StepRequest
 from kvactors.devices import ManualEvent
 from kvactors.engine import Engine, Step
 from kvactors.errors import DrainTimeout
+from kvactors.simulate.judge import Judge
 from kvactors.simulate.local import LocalBlocks
-from kvactors.simulate.needs import needed_blocks
 from kvactors.simulate.prompts import SimRequest
 from kvactors.simulate.stream import Stream
 
@@ -54,6 +54,7 @@ class Driver:
             self._stages.setdefault(local.layout.pp_rank, []).append(rank)
         self._boundary = engines[0].reachability.boundary_tokens
         self._hash_tokens = engines[0].hash_tokens
+        self.judge = Judge(world, blocks, self._hash_tokens)
         self._loads: dict[asyncio.Task[None], None] = {}  # in order: a set of tasks has none
         self._batch = rng.choice((4, 7, 10))
         self._reckless = rng.random() < 0.5
@@ -117,10 +118,11 @@ class Driver:
                     raise
         for engine in self.engines:
             sessions = engine.stats().sessions
-            self._must(sessions.open_now == 0, f"I2: {sessions.open_now} sessions are open after the drain")
+            self.judge.must(sessions.open_now == 0, f"I2: {sessions.open_now} sessions are open after the drain")
             for broken in engine.violations():
-                self._must(False, broken)
-        self.check_saved()
+                self.judge.must(False, broken)
+        if not self._aborts and not self._left_early:
+            self.judge.saved(self._published)
 
     async def stop(self) -> None:
         for task in list(self._loads):
@@ -134,7 +136,7 @@ class Driver:
         while self.waiting and len(self.running) <= self._batch:
             r = self.waiting[0]
             hit = await self.engines[0].lookup(r.hashes, r.tokens)
-            self._check_hit(r, hit)
+            self.judge.hit(r, hit)
             if not self._place(r, hit):
                 return
             self.waiting.pop(0)
@@ -220,7 +222,6 @@ class Driver:
     # -- loads outside steps -------------------------------------------------------------------------------------------
 
     async def _load_ahead(self, r: SimRequest) -> None:
-        before = self.world.trouble.whole_calls
         failed = False
         for rank, (engine, local) in enumerate(zip(self.engines, self.blocks, strict=True)):
             blocks = {g.id: self._blocks(r, rank, g, load=True, save=range(0)) for g in local.layout.groups if g.layers}
@@ -229,11 +230,12 @@ class Driver:
             if done.failure is None and not r.dead:
                 for g in local.layout.groups:
                     for layer in {local.layout.stage_layer(layer) for layer in g.layers}:
-                        self._check_loaded(r, rank, g, layer)
+                        self.judge.loaded(r, rank, g, layer)
         if r.dead:
             await self._leave(r, ReleaseReason.ABORTED)
         elif failed:
-            self._check_blame(r, before)
+            if not self._reckless:
+                self.judge.blame(r)
             if len(self.engines) == 1 and self._rng.random() < 0.4 and r.failures == 0:
                 r.failures, r.hit, r.wrong = 1, 0, {0}  # computes on, from missing KV: must never be published
             else:
@@ -257,7 +259,6 @@ class Driver:
 
     async def _play(self, batch: list[SimRequest]) -> None:
         self.steps += 1
-        before, aborts = self.world.trouble.whole_calls, self._aborts
         ends: dict[str, int] = {}
         for r in batch:
             top = len(r.hashes) * self._hash_tokens // self._boundary * self._boundary
@@ -299,7 +300,7 @@ class Driver:
         if self._rng.random() < 0.5:
             for step in steps:
                 await step.settled()
-        await self._after(batch, steps, ends, before, aborts)
+        await self._after(batch, steps, ends)
 
     async def _layer(
         self,
@@ -320,7 +321,7 @@ class Driver:
             for r in batch:
                 if r.hit and rank not in r.wrong:
                     for g in self.blocks[rank].layout.groups:
-                        self._check_loaded(r, rank, g, layer)
+                        self.judge.loaded(r, rank, g, layer)
         for rank in ranks:
             await self._compute(steps[rank], rank, layer, batch, ends)
 
@@ -349,7 +350,7 @@ class Driver:
         self, layout: KVLayout, rank: int, batch: list[SimRequest], ends: dict[str, int], of: Callable[[Group], bool]
     ) -> list[tuple[int, int, bytes, bool]]:
         return [
-            (g.id, r.tables[rank][g.id][i], self._hash(g, r, i), rank not in r.wrong)
+            (g.id, r.tables[rank][g.id][i], self.judge.hash_of(g, r, i), rank not in r.wrong)
             for r in batch
             for g in layout.groups
             if g.layers and of(g)
@@ -406,19 +407,18 @@ class Driver:
             engine.forget(name)
             self._note_fences()
             local.give_back(g.id, ids)
-        self._must(old._state.ended.is_open, "I9: a step that was overtaken did not end")
+        self.judge.must(old._state.ended.is_open, "I9: a step that was overtaken did not end")
 
-    async def _after(
-        self, batch: list[SimRequest], steps: Sequence[Step], ends: dict[str, int], before: int, aborts: int
-    ) -> None:
+    async def _after(self, batch: list[SimRequest], steps: Sequence[Step], ends: dict[str, int]) -> None:
         failed = {r for step in steps for r in step.failures}
         for r in batch:
             if r.id in failed:
-                if self._aborts == aborts:
-                    self._check_blame(r, before)
+                if not self._reckless:
+                    self.judge.blame(r)
                 for rank, step in enumerate(steps):
                     if r.id in step.failures:
-                        self._check_failure(step.failures[r.id], rank, r)
+                        r.first_wrong = step.failures[r.id].first_token
+                        self.judge.failure(step.failures[r.id], rank, r)
                 self._excuse(r, ends[r.id])
                 if self._rng.random() < 0.5 and r.failures == 0:
                     r.failures = 1  # carries on, computing from missing KV: must never be published
@@ -430,10 +430,10 @@ class Driver:
                 for rank, local in enumerate(self.blocks):
                     for g in local.layout.groups:
                         for layer in {local.layout.stage_layer(layer) for layer in g.layers}:
-                            self._check_loaded(r, rank, g, layer)  # nothing came in late, or was overwritten
+                            self.judge.loaded(r, rank, g, layer)  # nothing came in late, or was overwritten
                         if not r.wrong and g.layers and local.layout.stores(g.id, self.engines[rank].tp_rank):
                             saved = [i for i in self._saved(r, g, ends[r.id]) if i in r.tables[rank][g.id]]
-                            self._published |= {local.key(g.id, self._hash(g, r, i)) for i in saved}
+                            self._published |= {local.key(g.id, self.judge.hash_of(g, r, i)) for i in saved}
                 r.hit, r.computed = 0, max(r.computed, ends[r.id])
             top = len(r.hashes) * self._hash_tokens // self._boundary * self._boundary
             if r.computed >= top:
@@ -444,7 +444,7 @@ class Driver:
         for rank, local in enumerate(self.blocks):
             for g in local.layout.groups:
                 saved = [i for i in self._saved(r, g, end) if i in r.tables[rank].get(g.id, {})]
-                self.world.excused |= {local.key(g.id, self._hash(g, r, i)) for i in saved}
+                self.world.excused |= {local.key(g.id, self.judge.hash_of(g, r, i)) for i in saved}
 
     async def _restart(self, r: SimRequest) -> None:
         """Starts again from what is still readable; after some failures, from nothing."""
@@ -466,71 +466,6 @@ class Driver:
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
-    def _hash(self, g: Group, r: SimRequest, index: int) -> bytes:
-        k = g.block_tokens // self._hash_tokens
-        return r.hashes[(index + 1) * k - 1]
-
-    def _check_loaded(self, r: SimRequest, rank: int, g: Group, layer: int) -> None:
-        layout, local = self.blocks[rank].layout, self.blocks[rank]
-        if not g.layers or not r.hit:
-            return
-        n = [x.id for x in layout.groups].index(g.id)
-        for i, needed in enumerate(r.masks[n]):
-            if needed:
-                block_hash = self._hash(g, r, i)
-                if local.key(g.id, block_hash) in self.world.pool.damaged:
-                    continue
-                right = local.holds(g.id, layer, r.tables[rank][g.id][i], block_hash)
-                self._must(right, f"I5: layer {layer} of {local.key(g.id, block_hash)} was reported loaded with wrong bytes")
-
-    def _check_blame(self, r: SimRequest, before: int) -> None:
-        """Without any fault that can hit every request, a load fails only if one of its own keys was touched (I8)."""
-        if before or self.world.trouble.whole_calls or self._reckless:
-            return
-        keys = {
-            local.key(g.id, self._hash(g, r, i))
-            for local in self.blocks
-            for n, g in enumerate(local.layout.groups)
-            if g.layers and n < len(r.masks)
-            for i, needed in enumerate(r.masks[n])
-            if needed
-        }
-        self._must(bool(keys & self.world.pool.touched), f"I8: {r.id} failed although nothing happened to its keys")
-
-    def _check_hit(self, r: SimRequest, hit: Hit) -> None:
-        self._must(hit.tokens < r.tokens, f"a hit of {hit.tokens} tokens leaves nothing of {r.tokens} to compute")
-        for n, g in enumerate(self.blocks[0].layout.groups):
-            missing = needed_blocks(g, hit.tokens) - {i for i, m in enumerate(hit.masks[n]) if m}
-            self._must(not missing, f"a hit of {hit.tokens} tokens needs blocks {sorted(missing)} of group {g.id}")
-
-    def check_saved(self) -> None:
-        """In a run without aborts, and without faults but on single keys, every other block is published in the end."""
-        world = self.world
-        harmless = {"event_late", "slow", "key"}
-        if set(world.trouble.injected) - harmless or world.rates.space or self._aborts or self._left_early:
-            return
-        for key in self._published - world.pool.touched - world.excused:
-            o = world.pool.objects.get(key)
-            self._must(o is not None and o.committed, f"I8: {key} was computed and saved, nothing failed, and it is not there")
-
-    def _check_failure(self, failure: FailedLoad, rank: int, r: SimRequest) -> None:
-        """A failed load names the blocks of all groups of the request that cover the same tokens (I8)."""
-        r.first_wrong = failure.first_token
-        groups = {g.id: g for g in self.blocks[rank].layout.groups}
-        tokens = {g: groups[g].block_tokens for g in failure.blocks}
-        spans = [(i * tokens[g], (i + 1) * tokens[g]) for g, blocks in failure.blocks.items() for i in blocks]
-        first = [(lo, hi) for lo, hi in spans if lo == failure.first_token]
-        for n, g in enumerate(self.blocks[rank].layout.groups):
-            t = g.block_tokens
-            for i, needed in enumerate(r.masks[n]) if g.layers and r.hit else ():
-                covers = any(lo < (i + 1) * t and i * t < hi for lo, hi in first[:1])
-                if needed and covers:
-                    self._must(i in failure.blocks.get(g.id, ()), f"I8: block {i} of group {g.id} is not among the failed ones")
-
-    def _must(self, holds: bool, what: str) -> None:
-        if not holds:
-            self.world.broke(what)
-
     def story(self, violation: str) -> list[str]:
         """What happened to the sessions of the requests that a violation names, or whose key it names."""
         words = {w.strip(",:;") for w in violation.split()}
@@ -539,7 +474,7 @@ class Driver:
 
     def _keys_of(self, r: SimRequest) -> set[str]:
         return {
-            local.key(g.id, self._hash(g, r, i))
+            local.key(g.id, self.judge.hash_of(g, r, i))
             for local in self.blocks
             for g in local.layout.groups
             for i in range(len(r.hashes) * self._hash_tokens // g.block_tokens)
