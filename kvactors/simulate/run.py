@@ -19,7 +19,7 @@ from kvactors.simulate.world import Outcomes, Scenario, World
 CHUNK = 20
 """Seeds that a process runs before it answers."""
 
-COLLECT_EVERY = 200
+COLLECT_EVERY = 10
 """Runs between two collections of garbage; a run leaves about 1 MB of cycles behind."""
 
 
@@ -73,10 +73,14 @@ def run_seeds(scenarios: Iterable[Scenario], jobs: int = 1) -> Iterator[Outcomes
     """Runs scenarios, in order with one job, else in whatever order `jobs` processes finish them."""
     if jobs <= 1:
         with _without_gc():
-            for n, s in enumerate(scenarios):
-                yield World(s).run()
-                if n % COLLECT_EVERY == COLLECT_EVERY - 1:
-                    gc.collect()
+            gc.freeze()  # what the program itself holds needs no second look at each collection
+            try:
+                for n, s in enumerate(scenarios):
+                    yield World(s).run()
+                    if n % COLLECT_EVERY == COLLECT_EVERY - 1:
+                        gc.collect()
+            finally:
+                gc.unfreeze()
         return
     with multiprocessing.get_context("fork").Pool(jobs, _ignore_interrupts) as pool:
         yield from pool.imap_unordered(_run_one, scenarios, chunksize=CHUNK)
