@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from kvactors.actors.actor import Post
 from kvactors.actors.mailbox import Mailbox
@@ -17,9 +17,20 @@ from kvactors.core.events import DeviceEvent
 from kvactors.core.loads import StepLoads
 from kvactors.core.ranges import GroupRanges
 from kvactors.core.saves import RangeCall, StepSaves
-from kvactors.core.sessions import PutSession, SessionTable
+from kvactors.core.sessions import GetSession, PutSession, SessionTable
 from kvactors.core.stats import GroupStats
 from kvactors.messages import Job
+
+KEYS_PER_CALL = 1024
+"""Most keys in one metadata call: converting its arguments holds the GIL."""
+
+S = TypeVar("S", PutSession, GetSession)
+
+
+def per_call(sessions: Sequence[S]) -> Iterator[Sequence[S]]:
+    """The sessions in order, in parts that one metadata call takes."""
+    for lo in range(0, len(sessions), KEYS_PER_CALL):
+        yield sessions[lo : lo + KEYS_PER_CALL]
 
 
 @dataclass(slots=True, eq=False)

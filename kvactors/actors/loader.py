@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
-from kvactors.actors.group_step import GroupContext, GroupStep
+from kvactors.actors.group_step import GroupContext, GroupStep, per_call
 from kvactors.actors.step_state import LayerTask
 from kvactors.core.events import DeviceEvent
 from kvactors.core.loads import StepLoads
@@ -15,9 +15,6 @@ from kvactors.core.sessions import GetEvent, GetSession, GetState
 from kvactors.core.steps import NULL_BLOCK
 from kvactors.core.store import Outcome
 from kvactors.messages import Close, Kind, Open, PrepareGroup, Transfer, TransferDone
-
-OPEN_BATCH = 1024
-"""Most keys in one metadata call: converting its arguments holds the GIL."""
 
 CLOSE_TRIES = 3
 
@@ -95,8 +92,7 @@ class Loader:
 
     def _open(self, sessions: list[GetSession]) -> None:
         c = self._c
-        for lo in range(0, len(sessions), OPEN_BATCH):
-            part = sessions[lo : lo + OPEN_BATCH]
+        for part in per_call(sessions):
             c.submit(
                 Open(
                     reply=c.mailbox.post,
@@ -298,11 +294,11 @@ class Loader:
             if session.refs <= 0 and session.state in (GetState.OPEN, GetState.EXPIRED):
                 c.table.get(session, GetEvent.CLOSE)
                 last.append(session)
-        for lo in range(0, len(last), OPEN_BATCH):
+        for part in per_call(last):
             gs.closing += 1
-            self._close(last[lo : lo + OPEN_BATCH], gs.state.id)
+            self._close(part, gs.state.id)
 
-    def _close(self, sessions: list[GetSession], step: int = -1) -> None:
+    def _close(self, sessions: Sequence[GetSession], step: int = -1) -> None:
         """Closes go with the loads: a later load of the key waits for them, and must not wait for saves."""
         c = self._c
         c.submit(Close(reply=c.mailbox.post, priority=Priority.DEMANDED, group_id=c.group_id, step=step, sessions=sessions))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from kvactors.actors.group_step import GroupContext, GroupStep
-from kvactors.actors.loader import NO_ANSWER, OPEN_BATCH
+from kvactors.actors.group_step import GroupContext, GroupStep, per_call
+from kvactors.actors.loader import NO_ANSWER
 from kvactors.core.queue import Priority
 from kvactors.core.saves import StepSaves
 from kvactors.core.sessions import Owner, PutEvent, PutSession, PutState
@@ -75,9 +75,8 @@ class PutOpens:
                 session = c.table.begin_put(key, owner, gs.state.id)
                 gs.block_of[session] = block_id
                 sessions.append(session)
-        for lo in range(0, len(sessions), OPEN_BATCH):
+        for part in per_call(sessions):
             gs.puts_awaited += 1
-            part = sessions[lo : lo + OPEN_BATCH]
             c.submit(
                 Ask(
                     reply=partial(self._post_readable, part),
@@ -88,10 +87,10 @@ class PutOpens:
                 )
             )
 
-    def _post_readable(self, sessions: list[PutSession], done: TransferDone) -> None:
+    def _post_readable(self, sessions: Sequence[PutSession], done: TransferDone) -> None:
         self._c.mailbox.post(ReadableDone(sessions, done))
 
-    def readable(self, gs: GroupStep, sessions: list[PutSession], done: TransferDone) -> None:
+    def readable(self, gs: GroupStep, sessions: Sequence[PutSession], done: TransferDone) -> None:
         """Which keys need no save; the others are opened."""
         c = self._c
         gs.puts_awaited -= 1
@@ -275,7 +274,7 @@ class ReadableDone:
 
     __slots__ = ("done", "sessions")
 
-    def __init__(self, sessions: list[PutSession], done: TransferDone) -> None:
+    def __init__(self, sessions: Sequence[PutSession], done: TransferDone) -> None:
         self.sessions = sessions
         self.done = done
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from kvactors.actors.group_step import GroupContext, GroupStep
-from kvactors.actors.loader import OPEN_BATCH
+from kvactors.actors.group_step import GroupContext, GroupStep, per_call
 from kvactors.actors.put_opens import PutOpens
 from kvactors.actors.step_state import LayerTask
 from kvactors.core.queue import Priority
@@ -120,14 +119,14 @@ class Saver:
                 revoke.append((s, "its session is older than the store's safe age"))
         for s, cause in revoke:
             c.table.put(s, PutEvent.REVOKE, cause)
-        for lo in range(0, len(ready), OPEN_BATCH):
+        for part in per_call(ready):
             c.submit(
                 Commit(
                     reply=c.mailbox.post,
                     priority=Priority.COMMIT,
                     group_id=c.group_id,
                     step=gs.state.id,
-                    sessions=ready[lo : lo + OPEN_BATCH],
+                    sessions=part,
                     epoch=c.pool.epoch,
                 )
             )
@@ -137,8 +136,7 @@ class Saver:
 
     def _revoke(self, sessions: Sequence[PutSession], cause: str) -> None:
         c = self._c
-        for lo in range(0, len(sessions), OPEN_BATCH):
-            part = sessions[lo : lo + OPEN_BATCH]
+        for part in per_call(sessions):
             c.submit(
                 Revoke(
                     reply=c.mailbox.post,

@@ -83,7 +83,7 @@ def _run(
             return run_live(plan, watchers), None
         log = _LogFile(event_log_file)
         stack.callback(log.close)
-        outcome = run_on_virtual_time(plan, watchers, None if event_log_file is None else log)  # type: ignore[arg-type]
+        outcome = run_on_virtual_time(plan, watchers, None if event_log_file is None else log)
         log.close()
         return outcome, log.lost
 

@@ -23,7 +23,7 @@ from kvactors.replay.local_pool import LocalPool
 from kvactors.replay.plan import Plan, local_blocks
 from kvactors.replay.report import Report, TracePart, build_report
 from kvactors.replay.tally import Sample, Tally
-from kvactors.replay.trace import TraceReader
+from kvactors.replay.trace import TraceReader, TraceRequest
 from kvactors.stores import FaultyStore
 
 GIVE_UP_S = 5.0
@@ -125,8 +125,8 @@ async def play_plan(plan: Plan, ground: Ground, watchers: Watchers) -> Outcome:
     return Outcome(report, harness.tally.samples, harness.stopped)
 
 
-async def _play(harness: Harness, engine: Engine, requests: Iterator[object], given_up: asyncio.Event) -> None:
-    playing = asyncio.ensure_future(harness.play(requests))  # type: ignore[arg-type]
+async def _play(harness: Harness, engine: Engine, requests: Iterator[TraceRequest], given_up: asyncio.Event) -> None:
+    playing = asyncio.ensure_future(harness.play(requests))
     waiting = asyncio.ensure_future(given_up.wait())
     try:
         await asyncio.wait({playing, waiting}, return_when=asyncio.FIRST_COMPLETED)

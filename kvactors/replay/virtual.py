@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import heapq
 import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import BinaryIO
+from typing import Protocol
 
 from kvactors.actors.pool import TransferPool, Worker
 from kvactors.core.clock import Clock
@@ -31,11 +30,16 @@ from kvactors.stores import FaultyStore, open_store
 JITTER = 0.1
 """Calls take up to this share less or more than the model says."""
 
-_CANCELLED_TIMERS = 4096
 _LINES_AT_ONCE = 1024
 
 
-def run_on_virtual_time(plan: Plan, watchers: Watchers | None = None, event_log: BinaryIO | None = None) -> Outcome:
+class ByteSink(Protocol):
+    """Where an event log goes: a binary file, or what behaves like one."""
+
+    def write(self, line: bytes, /) -> object: ...
+
+
+def run_on_virtual_time(plan: Plan, watchers: Watchers | None = None, event_log: ByteSink | None = None) -> Outcome:
     """Runs a plan whose options have a `virtual`; every event goes to the event log as a line, if there is one.
 
     Raises:
@@ -44,14 +48,14 @@ def run_on_virtual_time(plan: Plan, watchers: Watchers | None = None, event_log:
     assert plan.options.virtual is not None
     watchers = watchers or Watchers()
     log = EventLog(event_log)
-    loop = ReplayLoop(random.Random(f"{plan.seed}/schedule"))
+    loop = VirtualLoop(random.Random(f"{plan.seed}/schedule"), most_events=math.inf, most_s=math.inf)
     watchers = replace(watchers, observers=[log, *watchers.observers])
     outcome = run_virtual(_replay(plan, plan.options.virtual, loop, watchers), loop)
     outcome.report.event_log_sha256 = log.digest
     return outcome
 
 
-async def _replay(plan: Plan, virtual: VirtualOptions, loop: ReplayLoop, watchers: Watchers) -> Outcome:
+async def _replay(plan: Plan, virtual: VirtualOptions, loop: VirtualLoop, watchers: Watchers) -> Outcome:
     options = plan.options
     speed = Speed(virtual.latency_s, virtual.bandwidth, JITTER)
     workers = ReplayWorkers(loop, speed, random.Random(f"{plan.seed}/calls"))
@@ -60,25 +64,6 @@ async def _replay(plan: Plan, virtual: VirtualOptions, loop: ReplayLoop, watcher
         store = FaultyStore(store, replace(options.faults, seed=plan.seed), sleep=workers.sleep)
     compute = ModelledCompute(loop, virtual.layer_time_s)
     return await play_plan(plan, Ground("virtual", loop, compute, store, workers), watchers)
-
-
-class ReplayLoop(VirtualLoop):
-    """A virtual loop for runs of any length."""
-
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__(rng, most_events=1 << 62, most_s=math.inf)
-        self._cancelled_timers = 0
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Every wait has a deadline that is cancelled when the wait ends: they are thrown out when they are the most."""
-        timers: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
-        if not handle._scheduled:  # type: ignore[attr-defined]
-            return
-        self._cancelled_timers += 1
-        if self._cancelled_timers > _CANCELLED_TIMERS and 2 * self._cancelled_timers > len(timers):
-            timers[:] = [t for t in timers if not t.cancelled()]
-            heapq.heapify(timers)
-            self._cancelled_timers = 0
 
 
 class ReplayWorkers(SimulatedWorkers):
@@ -138,7 +123,7 @@ class ModelledCompute:
 class EventLog:
     """An observer that hashes every span, one line each, in the order in which they end."""
 
-    def __init__(self, file: BinaryIO | None = None) -> None:
+    def __init__(self, file: ByteSink | None = None) -> None:
         self._hash = hashlib.sha256()
         self._file = file
         self._lines: list[str] = []

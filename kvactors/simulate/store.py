@@ -10,7 +10,7 @@ Unlike the real one it judges: each commit is compared with the truth, each writ
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,9 +174,7 @@ class SimulatedStore:
         return self._answer("put_open", keys, one)
 
     def put_ranges(self, batch: RangeBatch) -> list[Outcome]:
-        pool, memory = self.pool, self.pool.memory
-        shape = list(zip(batch.sizes.tolist(), batch.offsets.tolist(), strict=True))
-        rows = batch.addresses.tolist()
+        pool, memory, ranges = self.pool, self.pool.memory, _ranges(batch)
 
         def one(key: str, row: int) -> Outcome:
             s = self._puts.get(key)
@@ -187,7 +185,7 @@ class SimulatedStore:
                 if self.epoch() > s.epoch:
                     pool.violations.append(f"I11: a range of {key} was written on a session that the engine knew was lost")
                 pool.damaged.update(k for k, other in pool.objects.items() if other.address == s.address)
-            for address, (size, offset) in zip(rows[row], shape, strict=True):
+            for address, size, offset in ranges(row):
                 if offset + size > s.size:
                     return Outcome.INVALID
                 at = s.address + offset
@@ -252,9 +250,7 @@ class SimulatedStore:
         return self._answer("get_open", keys, one)
 
     def get_ranges(self, batch: RangeBatch) -> list[Outcome]:
-        pool, memory = self.pool, self.pool.memory
-        shape = list(zip(batch.sizes.tolist(), batch.offsets.tolist(), strict=True))
-        rows = batch.addresses.tolist()
+        pool, memory, ranges = self.pool, self.pool.memory, _ranges(batch)
 
         def one(key: str, row: int) -> Outcome:
             s = self._gets.get(key)
@@ -266,7 +262,7 @@ class SimulatedStore:
                 del self._gets[key]
                 return Outcome.LEASE_EXPIRED
             late = pool.now() > s.until
-            for address, (size, offset) in zip(rows[row], shape, strict=True):
+            for address, size, offset in ranges(row):
                 at = s.address + offset
                 memory[address : address + size] = b"\xaa" * size if late else memory[at : at + size]
             return Outcome.OK
@@ -309,3 +305,9 @@ class SimulatedStore:
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+def _ranges(batch: RangeBatch) -> Callable[[int], Iterator[tuple[int, int, int]]]:
+    """The ranges of a row (of a key): local address, bytes, offset in the object."""
+    addresses, sizes, offsets = batch.addresses.tolist(), batch.sizes.tolist(), batch.offsets.tolist()
+    return lambda row: zip(addresses[row], sizes, offsets, strict=True)

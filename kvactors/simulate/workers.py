@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvactors.actors.pool import TransferPool, Worker
-from kvactors.messages import Job, Transfer
+from kvactors.messages import Job, Transfer, TransferDone
 from kvactors.simulate.loop import VirtualLoop
 
 
@@ -26,19 +26,12 @@ class Speed:
         return factor * (self.latency_s + nbytes / self.bandwidth)
 
 
-@dataclass(frozen=True, slots=True)
-class Delay:
-    """What a fault adds to one call. `dies`: the call raises what a dying thread would."""
-
-    extra_s: float = 0.0
-
-
 class SimulatedWorkers:
     """An `Executor` on a virtual loop.
 
     Args:
         rng: draws durations and where in a call its effect happens (at its begin, or at its end); None: always at its end.
-        delay: asked once per call for what a fault adds.
+        delay_s: asked once per call for the seconds that a fault adds.
     """
 
     def __init__(
@@ -46,11 +39,11 @@ class SimulatedWorkers:
         loop: VirtualLoop,
         speed: Speed,
         rng: random.Random | None = None,
-        delay: Callable[[Job], Delay] | None = None,
+        delay_s: Callable[[], float] | None = None,
         on_call: Callable[[Worker, Job], None] | None = None,
     ) -> None:
         self._loop, self._speed, self._rng = loop, speed, rng
-        self._delay, self._on_call = delay, on_call
+        self._delay_s, self._on_call = delay_s, on_call
         self._pool: TransferPool | None = None
         self.stopped = False
 
@@ -79,17 +72,16 @@ class SimulatedWorkers:
         if self._on_call is not None:
             self._on_call(worker, job)
         duration = self._speed.duration_s(job, self._rng)
-        if self._delay is not None:
-            duration += self._delay(job).extra_s
+        if self._delay_s is not None:
+            duration += self._delay_s()
         if self._rng is not None and self._rng.random() < 0.5:
             done = pool.call(job)
             self._loop.call_later(duration, partial(self._finish, worker, lambda: done))
         else:
             self._loop.call_later(duration, partial(self._finish, worker, partial(pool.call, job)))
 
-    def _finish(self, worker: Worker, call: Callable[[], object]) -> None:
+    def _finish(self, worker: Worker, call: Callable[[], TransferDone]) -> None:
         pool = self._pool
         assert pool is not None
-        done = call()
-        pool.finish(worker, done)  # type: ignore[arg-type]
+        pool.finish(worker, call())
         self._look(worker)

@@ -21,7 +21,6 @@ from kvactors.core.observe import Span
 from kvactors.core.store import Outcome
 from kvactors.engine import Engine
 from kvactors.errors import DeadlineError, DrainTimeout, EngineError, StoreError
-from kvactors.messages import Job
 from kvactors.simulate.driver import Driver
 from kvactors.simulate.faults import FREEZE_S, FaultRates, Trouble, WorkerDeath
 from kvactors.simulate.local import LocalBlocks, local_bytes_of
@@ -30,7 +29,7 @@ from kvactors.simulate.models import DRAWN, Rank, instance
 from kvactors.simulate.prompts import prompts
 from kvactors.simulate.store import SimulatedPool, SimulatedStore
 from kvactors.simulate.stream import Stream
-from kvactors.simulate.workers import Delay, SimulatedWorkers, Speed
+from kvactors.simulate.workers import SimulatedWorkers, Speed
 
 LOCAL_BLOCKS = 48
 CALL_DEADLINE_S = 5.0
@@ -179,7 +178,7 @@ class World:
             base = local_bytes * (number * len(ranks) + i)
             local = LocalBlocks(rank.layout, rank.tp_rank, memory, base, LOCAL_BLOCKS, rng)
             store = SimulatedStore(self.pool, number * len(ranks) + i, self._store_trouble)
-            workers = SimulatedWorkers(self.loop, Speed(), random.Random(rng.random()), self._delay)
+            workers = SimulatedWorkers(self.loop, Speed(), random.Random(rng.random()), self._delay_s)
             stream = Stream(self.loop)
             engine = Engine(
                 rank.layout,
@@ -222,13 +221,13 @@ class World:
             wrong["*short"] = Outcome.CALL_FAILED
         return wrong
 
-    def _delay(self, _job: Job) -> Delay:
+    def _delay_s(self) -> float:
         trouble, rates = self.trouble, self.trouble.rates
         if trouble.draw("freeze", rates.freeze):
-            return Delay(FREEZE_S)
+            return FREEZE_S
         if trouble.draw("spike", rates.spike):
-            return Delay(trouble.pick(0.0, 1.5 * CALL_DEADLINE_S))
-        return Delay()
+            return trouble.pick(0.0, 1.5 * CALL_DEADLINE_S)
+        return 0.0
 
     # -- running -------------------------------------------------------------------------------------------------------
 

@@ -92,14 +92,8 @@ async def test_a_mailbox_keeps_the_order_and_wakes_its_reader() -> None:
     reading = asyncio.create_task(read(box, 4))
     await asyncio.sleep(0)
     box.post(1)
-    threading.Thread(target=lambda: [box.post(n) for n in (2, 3)]).start()
-    while len(box) or not reading.done():
-        if reading.done():
-            break
-        await asyncio.sleep(0)
-        if not reading.done() and box._sleeping:
-            box.post(4)
-    assert (await reading)[0] == 1
+    threading.Thread(target=lambda: [box.post(n) for n in (2, 3, 4)]).start()
+    assert await asyncio.wait_for(reading, 30) == [1, 2, 3, 4]
 
 
 async def read(box: Mailbox[int], count: int) -> list[int]:
