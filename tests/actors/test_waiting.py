@@ -88,12 +88,17 @@ def test_a_layer_task_ends_once_when_all_planned_and_done() -> None:
 
 async def test_a_mailbox_keeps_the_order_and_wakes_its_reader() -> None:
     box: Mailbox[int] = Mailbox("box")
-    box.bind(asyncio.get_running_loop())
+    loop = asyncio.get_running_loop()
+    loop.set_debug(True)  # a wake-up from the wrong thread raises
+    box.bind(loop)
     reading = asyncio.create_task(read(box, 4))
     await asyncio.sleep(0)
-    box.post(1)
-    threading.Thread(target=lambda: [box.post(n) for n in (2, 3, 4)]).start()
-    assert await asyncio.wait_for(reading, 30) == [1, 2, 3, 4]
+    threading.Thread(target=lambda: [box.post(n) for n in (1, 2, 3, 4)]).start()
+    assert await asyncio.wait_for(reading, 10) == [1, 2, 3, 4]
+    last = asyncio.create_task(read(box, 1))
+    await asyncio.sleep(0)
+    box.post(5)
+    assert await asyncio.wait_for(last, 10) == [5]
 
 
 async def read(box: Mailbox[int], count: int) -> list[int]:
