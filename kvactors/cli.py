@@ -354,10 +354,16 @@ def simulate(
     return 130 if totals.interrupted else 1 if totals.failing else 0
 
 
+MOST_SEED_DIGITS = 18
+
+
 def _seed_range(text: str) -> tuple[int, int]:
     low, colon, high = text.partition(":")
-    if not (colon and low.isascii() and low.isdigit() and high.isascii() and high.isdigit() and int(low) < int(high)):
-        raise click.UsageError(f"--seeds {text}: give A:B with A < B; seeds A to B - 1 are run")
+    whole = all(n.isascii() and n.isdigit() and len(n) <= MOST_SEED_DIGITS for n in (low, high))
+    if not (colon and whole and int(low) < int(high)):
+        raise click.UsageError(
+            f"--seeds {text:.60}: give A:B with A < B, of at most {MOST_SEED_DIGITS} digits; seeds A to B - 1 are run"
+        )
     return int(low), int(high)
 
 

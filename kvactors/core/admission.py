@@ -52,7 +52,7 @@ def hashes_problem(hashes: Any) -> str:
 def _list_problem(what: str, indices: Any, blocks: GroupBlocks, hashed: int | None) -> str:
     """`hashed`: how many blocks the hashes cover; None = the keys come from the engine's memory of the request."""
     table: Any = blocks.block_ids
-    if isinstance(table, str | bytes) or not hasattr(table, "__getitem__") or not hasattr(table, "__len__"):
+    if isinstance(table, str | bytes | Mapping) or not hasattr(table, "__getitem__") or not hasattr(table, "__len__"):
         return f"block_ids is {table!r:.60}; give the local block id of each block index"
     if isinstance(indices, str | bytes) or not hasattr(indices, "__len__"):
         return f"the {what} list is {indices!r:.60}; give block indices"

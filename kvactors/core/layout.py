@@ -186,7 +186,8 @@ class KVLayout:
             if g.id in by_id:
                 raise LayoutError(f"group id {g.id} is given twice")
             by_id[g.id] = g
-            if g.kv_heads is not None and g.kv_heads < self.tp_size and self.tp_size % g.kv_heads:
+            heads = None if g.kind in (GroupKind.MLA, GroupKind.STATE) else g.kv_heads  # those are not split by head
+            if heads is not None and heads < self.tp_size and self.tp_size % heads:
                 raise LayoutError(f"group {g.id}: {g.kv_heads} KV heads do not divide tp_size {self.tp_size} evenly")
         lowest = min(layer for g in self.groups for layer in g.layers)
         first = self.first_layer if self.first_layer is not None else (0 if self.pp_rank == 0 else lowest)

@@ -23,6 +23,8 @@ class StoryBook:
             page = self._pages[request_id] = deque(maxlen=MOST_LINES)
             if len(self._pages) > MOST_REQUESTS:
                 self._pages.popitem(last=False)
+        else:
+            self._pages.move_to_end(request_id)
         page.append((self._clock.now(), group_id, block_index, what))
 
     def tell(self, request_id: str) -> list[str]:

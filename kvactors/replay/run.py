@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -75,8 +76,17 @@ class Outcome:
 async def play_plan(plan: Plan, ground: Ground, watchers: Watchers) -> Outcome:
     """Plays a plan to its end, or until it is interrupted: the first time the step in hand ends and everything is drained, the
     second time nothing is awaited any more. Either way there is a report."""
+    options = plan.options
+    with contextlib.ExitStack() as stack:
+        stack.callback(ground.compute.close)
+        pool = LocalPool(options.layout, local_blocks(plan), options.local_blocks)
+        stack.callback(_release, pool, ground.store)
+        pool.register(ground.store)
+        return await _play_on(plan, ground, watchers, pool)
+
+
+async def _play_on(plan: Plan, ground: Ground, watchers: Watchers, pool: LocalPool) -> Outcome:
     options, rules = plan.options, plan.rules
-    pool = LocalPool(options.layout, local_blocks(plan), options.local_blocks)
     observer = _together(watchers.observers)
     stopping, given_up = asyncio.Event(), asyncio.Event()
     engine = Engine(
@@ -113,15 +123,10 @@ async def play_plan(plan: Plan, ground: Ground, watchers: Watchers) -> Outcome:
                 watchers.on_stopping()
 
     reader = TraceReader(plan.source, skip_bad=options.skip_bad, limit=plan.summary.requests, expected=plan.summary.checksum)
-    pool.register(ground.store)
-    try:
-        with _passing_on(watchers.interrupts, interrupted):
-            async with engine:
-                await _play(harness, engine, iter(reader), given_up)
-                report = _report(plan, ground, engine, harness)
-    finally:
-        ground.compute.close()
-        _release(pool, ground.store)
+    with _passing_on(watchers.interrupts, interrupted):
+        async with engine:
+            await _play(harness, engine, iter(reader), given_up)
+            report = _report(plan, ground, engine, harness)
     return Outcome(report, harness.tally.samples, harness.stopped)
 
 
@@ -177,9 +182,10 @@ def _release(pool: LocalPool, store: Store) -> None:
             store.release(gate)
     try:
         pool.unregister(store)
-        store.close()
     except KVActorsError:
-        pass  # a store that was killed by a fault plan answers like that; the memory is the process's own
+        pass  # a store that was killed by a fault plan answers like that; closing it waits for its calls too
+    finally:
+        store.close()
 
 
 async def _sleep(stopping: asyncio.Event, wait_s: float) -> None:

@@ -253,8 +253,8 @@ def scan_trace(source: str | Path | TraceSource, *, skip_bad: bool = False, limi
 
 def _row_problem(timestamp: Any, input_length: Any, output_length: Any, hash_ids: Any) -> tuple[str, str] | None:
     """(field, problem) of a row whose types are right, or None."""
-    if not math.isfinite(timestamp):
-        return "timestamp", f"{timestamp!r} is not a finite number of milliseconds"
+    if not _is_finite(timestamp):
+        return "timestamp", f"{_shown(timestamp)} is not a finite number of milliseconds"
     if timestamp < 0:
         return "timestamp", f"{timestamp!r} is negative"
     if input_length < 1:
@@ -271,6 +271,14 @@ def _row_problem(timestamp: Any, input_length: Any, output_length: Any, hash_ids
         bad = next(i for i in hash_ids if not 0 <= i <= MAX_HASH_ID)
         return "hash_ids", f"id {bad} does not fit 64 bits (0 to 2^64 - 1)"
     return None
+
+
+def _is_finite(number: float) -> bool:
+    """False too for a whole number that no float can hold."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
 
 
 def _type_problem(row: dict[str, Any]) -> tuple[str, str] | None:

@@ -256,18 +256,22 @@ class FaultyStore:
         self._calls[call] += 1
         if call in KEYED_CALLS:
             self._calls["*"] += 1
-        hits: list[tuple[Fault, list[int]]] = []
+        found: list[tuple[int, Fault, list[int]]] = []
         if self._killed_by is None:
             for place, fault in enumerate(self.plan.faults):
                 rows = self._hit(place, fault, call, keys)
                 if rows is None:
                     continue
-                self._done[place] += 1
-                if fault.what == "kill":
+                if fault.what == "kill":  # whatever else was due did not happen
+                    self._done[place] += 1
                     self._kill(fault)
+                    found.clear()
                     break
-                self._note(call, fault.what, keys, rows)
-                hits.append((fault, rows))
+                found.append((place, fault, rows))
+        for place, fault, rows in found:
+            self._done[place] += 1
+            self._note(call, fault.what, keys, rows)
+        hits = [(fault, rows) for _, fault, rows in found]
         killed = self._killed_by
         if killed is None or call == "stats":
             return None, hits

@@ -213,9 +213,9 @@ class MemoryPool:
 
     def make_room(self, nbytes: int, now: float) -> None:
         """Evict committed objects that are neither leased nor being read, least recently used first, until `nbytes` and a
-        small watermark are free, or nothing is left to evict. Without a capacity it was the machine that had no more memory:
-        `nbytes` are evicted then."""
-        if self.capacity is not None:
+        small watermark are free, or nothing is left to evict. If they fit the capacity, or there is none, it was the machine
+        that had no more memory: `nbytes` are evicted then."""
+        if self.capacity is not None and not self.fits(nbytes):
             nbytes = self.used_bytes - max(0, self.capacity - nbytes - self._watermark_bytes)
         for victim in list(self._evictable(now, nbytes)):
             self.remove(victim)
