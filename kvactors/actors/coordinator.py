@@ -146,7 +146,7 @@ class Coordinator(Actor):
             case ReleaseRequest():
                 await self._release(message)
             case ForgetRequest():
-                self._taints.forget(message.request_id)
+                await self._release(ReleaseRequest(message.request_id, ReleaseReason.FINISHED, _nobody))
                 await self._broadcast(message)
             case StoreLost():
                 await self._store_lost(message)
@@ -480,6 +480,10 @@ class Coordinator(Actor):
     async def _broadcast(self, message: Any) -> None:
         for mailbox in self._groups.values():
             await mailbox.send(message)
+
+
+def _nobody() -> None:
+    """Nobody waits for the end of this."""
 
 
 def _waits_for(run: Run) -> str:

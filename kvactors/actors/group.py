@@ -203,6 +203,7 @@ class GroupActor(Actor):
         match job:
             case Transfer(kind=Kind.GET) if done.late:
                 self._loader.returned_late(job)
+                self._progress_all()
             case Transfer(kind=Kind.GET) if gs is not None:
                 self._loader.transferred(gs, done, job)
             case Transfer(kind=Kind.PUT) if gs is not None:
@@ -257,9 +258,12 @@ class GroupActor(Actor):
     def _progress(self, step: int) -> None:
         """Reports each stage that the step has now reached in this group, once."""
         c = self.context
-        if self._stray and self.table.idle:
-            self._stray = False
-            c.upward(GroupIdle(self.group_id))
+        if self.table.idle:
+            if self._stray:
+                self._stray = False
+                c.upward(GroupIdle(self.group_id))
+        elif not self.steps:
+            self._stray = True
         gs = self.steps.get(step)
         if gs is None:
             return
@@ -271,6 +275,9 @@ class GroupActor(Actor):
             c.upward(PrepareFailed(step, self.group_id, gs.error) if gs.error else Prepared(step, self.group_id))
         if self._loader.may_release(gs):
             self._loader.release(gs)
+            self._progress_all()  # others may have waited for a key that this one held
+            if step not in self.steps:
+                return
         if not gs.ending:
             return
         saves = gs.saves

@@ -331,6 +331,8 @@ class Loader:
                 continue
             if outcome in (Outcome.CALL_FAILED, Outcome.NOT_STARTED) and session.attempts < CLOSE_TRIES:
                 session.attempts += 1
+                if done.late:
+                    c.table.get(session, GetEvent.CLOSE)
                 again.append(session)
                 continue
             c.table.get(session, GetEvent.LOST if lost else GetEvent.CLOSED)

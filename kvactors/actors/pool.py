@@ -11,6 +11,7 @@ answer of a lost call always stands before its late return.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,7 +24,7 @@ from kvactors.actors.log import get_logger
 from kvactors.core.clock import Clock
 from kvactors.core.config import EngineConfig
 from kvactors.core.observe import Observer, Span
-from kvactors.core.queue import LOADS_ONLY, TransferQueue
+from kvactors.core.queue import LOADS_ONLY, Priority, TransferQueue
 from kvactors.core.store import Outcome, Store
 from kvactors.errors import StoreUnreachableError
 from kvactors.messages import Ask, Close, Commit, Job, Kind, Open, Revoke, StoreLost, Transfer, TransferDone
@@ -99,7 +100,7 @@ class TransferPool:
         """Queues a job, after its device event. Its reply comes exactly once, whatever happens to it, and in time: a job that
         no worker took within the step's deadline is answered, and so is a call that passes its own."""
         job.deadline_s = self._clock.now() + self._config.step_deadline_s
-        event = job.event
+        event, waits = job.event, False
         if event is None:
             self._enqueue(job)
         else:
@@ -109,16 +110,20 @@ class TransferPool:
                 else:
                     with self._lock:
                         self._gated[id(job)] = job
+                    waits = True
                     event.on_fire(partial(self._ungate, job))
             except Exception as e:  # a device error: the work before the event may not have been done
                 log.warning("a device event raised", call=job.label, group=job.group_id, error=repr(e))
-                self._fail_gated(job)
+                self._fail_gated(job, waits)
         self._arm()
 
     def promote(self, step: int, layer: int) -> None:
         """A compute thread waits for the loads of a layer: they go before every prefetch."""
         with self._lock:
             self._queue.promote(lambda j: j.step == step and j.layer == layer)
+            for job in self._gated.values():
+                if job.step == step and job.layer == layer and job.priority is Priority.PREFETCH:
+                    job.priority = Priority.DEMANDED
 
     def cancel(self, step: int, group_id: int | None = None) -> None:
         """Transfers of a step (of one group, or all) that did not start are answered `CANCELLED`."""
@@ -231,9 +236,11 @@ class TransferPool:
             refused = self._push(job) if self._gated.pop(id(job), None) is not None else []
         _settle(refused)
 
-    def _fail_gated(self, job: Job) -> None:
+    def _fail_gated(self, job: Job, waits: bool) -> None:
+        """The event raised. If the job waited for it already, it may have fired before: then the job is on its way."""
         with self._lock:
-            self._gated.pop(id(job), None)
+            if waits and self._gated.pop(id(job), None) is None:
+                return
             done = self._post(job, Outcome.EVENT_LOST)
         _settle([done])
 
@@ -337,10 +344,11 @@ class TransferPool:
 
     # -- deadlines -----------------------------------------------------------------------------------------------------
 
-    def _arm(self) -> None:
+    def _arm(self, wait: float = math.inf) -> None:
+        """Checks after `wait` seconds at the latest: sooner, when a job that comes in the meantime can be past its deadline."""
         if self._timer is None and not self._stopped:
-            wait = min(self._config.call_deadline_s, self._config.step_deadline_s)
-            self._timer = asyncio.get_running_loop().call_later(wait, self._check)
+            wait = min(wait, self._config.call_deadline_s, self._config.step_deadline_s)
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, wait), self._check)
 
     def _check(self) -> None:
         """Answers for jobs past their deadline, and replaces lost workers; comes back when the next one can be due."""
@@ -372,8 +380,8 @@ class TransferPool:
         for done in replies:
             log.warning("a transfer passed its deadline", call=done.job.label, answer=done.outcomes[0].value, after_s=limit)
         _settle(replies)
-        if dues and not self._stopped and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, min(dues) - now), self._check)
+        if dues:
+            self._arm(min(dues) - now)
 
 
 def _reply(done: TransferDone) -> None:

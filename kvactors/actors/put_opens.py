@@ -151,7 +151,7 @@ class PutOpens:
                 s.opened_at, s.epoch, s.attempts = done.started_s, done.epoch, 0
                 c.table.put(s, PutEvent.OPENED)
                 fresh.append(s)
-            elif outcome is Outcome.NO_SPACE and not gs.ending:
+            elif outcome is Outcome.NO_SPACE and not gs.ending and not (gs.saves is not None and gs.saves.signalled):
                 again.append(s)
             elif outcome is Outcome.LOST:
                 gs.block_of.pop(s, None)
@@ -263,10 +263,13 @@ class PutOpens:
 
     def late_open(self, sessions: Sequence[PutSession], done: TransferDone) -> None:
         """A put open that was given up has returned: whatever it opened is revoked; the keys stay abandoned."""
-        c = self._c
-        keys = [s.key for s, o in zip(sessions, done.outcomes, strict=True) if o is Outcome.OK]
-        if keys:
-            c.submit(Ask(reply=c.mailbox.post, priority=Priority.COMMIT, group_id=c.group_id, run=partial(_put_revoke, keys)))
+        revoke_unowned(self._c, [s.key for s, o in zip(sessions, done.outcomes, strict=True) if o is Outcome.OK])
+
+
+def revoke_unowned(c: GroupContext, keys: Sequence[str]) -> None:
+    """Revokes what the store may have opened of keys that the engine has given up; nobody waits for the answer."""
+    if keys:
+        c.submit(Ask(reply=c.mailbox.post, priority=Priority.COMMIT, group_id=c.group_id, run=partial(_put_revoke, keys)))
 
 
 class ReadableDone:

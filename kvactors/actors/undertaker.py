@@ -6,16 +6,18 @@ no store call of its key is under way; the group's part of every step is reporte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvactors.actors.actor import Actor
 from kvactors.actors.group import AbandonNow, GroupActor
+from kvactors.actors.group_step import per_call
+from kvactors.actors.loader import NO_ANSWER
 from kvactors.actors.log import get_logger
-from kvactors.actors.put_opens import Cleaned, ReadableDone
+from kvactors.actors.put_opens import Cleaned, ReadableDone, revoke_unowned
 from kvactors.actors.step_state import StepState
 from kvactors.core.queue import Priority
-from kvactors.core.sessions import GetEvent, GetSession, GetState, PutEvent, PutSession, PutState
+from kvactors.core.sessions import PUT_TERMINAL, GetEvent, GetSession, GetState, PutEvent, PutSession, PutState
 from kvactors.core.store import Outcome
 from kvactors.messages import (
     Abandon,
@@ -65,7 +67,14 @@ class Undertaker(Actor):
             state = self._states.get(step)
             if state is not None:
                 state.forgo(self._c.group_id, self._reason)
-        await self.handle(self._current)  # its slot, if it was a reply, was freed by the crashed actor or is lost with it
+        match self._current:  # the slot of a reply was freed before the actor looked at it
+            case TransferDone():
+                self._done(self._current)
+                self._sweep()
+            case ReadableDone() | Cleaned():
+                self._sweep()
+            case _:
+                await self.handle(self._current)
 
     async def handle(self, message: Any) -> None:
         c = self._c
@@ -102,9 +111,8 @@ class Undertaker(Actor):
         match job:
             case Open():
                 for session, outcome in zip(job.sessions, done.outcomes, strict=True):
-                    ok = outcome is Outcome.OK
-                    if isinstance(session, PutSession) and session.state is PutState.OPENING:
-                        table.put(session, PutEvent.OPENED if ok else PutEvent.REFUSED, outcome.value)
+                    if isinstance(session, PutSession):
+                        self._put_opened(session, outcome)
                     elif isinstance(session, GetSession):
                         self._opened(session, outcome, done.late)
             case Commit():
@@ -129,6 +137,28 @@ class Undertaker(Actor):
                 for put in [p for p in table.puts.values() if p.key in keys and p.state is PutState.OPEN]:
                     table.put(put, PutEvent.LOST, "put did not return")
 
+    def _put_opened(self, session: PutSession, outcome: Outcome) -> None:
+        """Opened, refused, or unknown: what the store may have opened without anybody knowing is revoked."""
+        table = self._c.table
+        if session.state is not PutState.OPENING:
+            if outcome is Outcome.OK:  # it was given up
+                revoke_unowned(self._c, [session.key])
+        elif outcome is Outcome.OK:
+            table.put(session, PutEvent.OPENED)
+        elif outcome is Outcome.LOST:
+            table.put(session, PutEvent.LOST, "put open did not return")
+        elif outcome in NO_ANSWER:
+            self._give_up_opening([session])
+        else:
+            table.put(session, PutEvent.REFUSED, outcome.value)
+
+    def _give_up_opening(self, sessions: Sequence[PutSession]) -> None:
+        """Whether the store has these sessions is unknown."""
+        for session in sessions:
+            self._c.table.put(session, PutEvent.LOST, self._reason)
+        for part in per_call(sessions):
+            revoke_unowned(self._c, [s.key for s in part])
+
     def _opened(self, session: GetSession, outcome: Outcome, late: bool) -> None:
         table, ok = self._c.table, outcome is Outcome.OK
         if session.state is GetState.OPENING:
@@ -144,9 +174,8 @@ class Undertaker(Actor):
         c = self._c
         for session in sessions:
             c.table.get(session, GetEvent.CLOSE)
-        if sessions:
-            self.mailbox.reserve()
-            c.pool.submit(Close(reply=self.mailbox.post, priority=Priority.DEMANDED, group_id=c.group_id, sessions=sessions))
+        for part in per_call(sessions):
+            c.submit(Close(reply=c.mailbox.post, priority=Priority.DEMANDED, group_id=c.group_id, sessions=part))
 
     def _sweep(self) -> None:
         """Ends what no call holds any more, and reports the steps that have come to rest."""
@@ -156,22 +185,16 @@ class Undertaker(Actor):
         revoke = [p for p in c.table.puts.values() if p.state is PutState.OPEN and p.key not in busy]
         for put in revoke:
             c.table.put(put, PutEvent.REVOKE, self._reason)
-        if revoke:
-            self.mailbox.reserve()
-            c.pool.submit(
-                Revoke(
-                    reply=self.mailbox.post,
-                    priority=Priority.COMMIT,
-                    group_id=c.group_id,
-                    sessions=revoke,
-                    cause=self._reason,
-                )
+        for part in per_call(revoke):
+            c.submit(
+                Revoke(reply=c.mailbox.post, priority=Priority.COMMIT, group_id=c.group_id, sessions=part, cause=self._reason)
             )
         self._close([g for g in c.table.gets.values() if g.state in (GetState.OPEN, GetState.EXPIRED) and g.key not in busy])
         if not len(self.mailbox):  # no answer is on its way either
-            for put in [p for p in c.table.puts.values() if p.key not in busy and p not in revoke]:
-                event = PutEvent.REFUSED if put.state is PutState.OPENING else PutEvent.LOST
-                c.table.put(put, event, self._reason)
+            left = [p for p in c.table.puts.values() if p.key not in busy and p not in revoke]
+            self._give_up_opening([p for p in left if p.state is PutState.OPENING and p.attempts])
+            for put in [p for p in left if p.state not in PUT_TERMINAL]:
+                c.table.put(put, PutEvent.REFUSED if put.state is PutState.OPENING else PutEvent.LOST, self._reason)
         if c.table.idle:
             c.upward(GroupIdle(c.group_id))
         moving = {job.step for job in jobs if isinstance(job, Transfer)}

@@ -72,6 +72,7 @@ class StepSaves:
         """Takes in sessions that were just opened; only before the first layer is signalled."""
         assert not self.signalled, "a session opened after its first layer was signalled could never be complete"
         more = len(sessions)
+        self._unwanted.clear()  # a tainted request may be among them
         self.sessions.extend(sessions)
         self.keys.extend(s.key for s in sessions)
         self.block_ids = np.concatenate([self.block_ids, np.asarray(block_ids, dtype=np.int64)])
@@ -158,8 +159,9 @@ class StepSaves:
         """Sessions to commit, and sessions to revoke with their causes; each is given out once."""
         idle = self._open & (self._inflight == 0)
         done: list[int] = []
-        revoke = [(self.sessions[row], self._causes[row]) for row in np.flatnonzero(idle & ~self._alive).tolist()]
-        done.extend(np.flatnonzero(idle & ~self._alive).tolist())
+        dead = np.flatnonzero(idle & ~self._alive).tolist()
+        revoke = [(self.sessions[row], self._causes[row]) for row in dead]
+        done.extend(dead)
         commit: list[PutSession] = []
         if self.fully_signalled:
             rows = np.flatnonzero(idle & self._alive)

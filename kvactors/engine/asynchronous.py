@@ -434,7 +434,7 @@ class Engine:
         if not seconds(wait):
             raise ConfigError(f"drain: a deadline of {wait!r}; give seconds, more than 0")
         if self._dead:
-            answer.give([])
+            answer.give([] if self._stats.state == "closed" else [f"the engine is dead: {self._dead}"])
         else:
             self.post(Drain(wait, answer.give))
         return answer

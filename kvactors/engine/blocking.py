@@ -46,8 +46,8 @@ class BlockingEngine:
         self, layout: KVLayout, store: Store, bases: Bases, config: EngineConfig | None = None, **options: Any
     ) -> None:
         self._ready = threading.Event()
-        self._loop = new_loop()
         self._engine = Engine(layout, store, bases, config, **options)
+        self._loop = new_loop()
         self._step_thread = 0
         self._stopped: asyncio.Event | None = None
         self._failed: BaseException | None = None
