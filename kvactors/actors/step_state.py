@@ -141,11 +141,13 @@ class StepState:
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def fail(self, request_id: str, layer: int, blocks: Iterable[tuple[int, int]], reason: str) -> None:
-        """Notes that (group, block index) of a request will not arrive, from `layer` on. Any thread."""
+        """Notes that (group, block index) of a request will not arrive, from `layer` on; `reason`: of the first layer that has
+        one. Any thread."""
         with self._lock:
             self._broken.setdefault(request_id, set()).update(blocks)
-            self._reasons.setdefault(request_id, reason)
             known = self.failed.get(request_id)
+            if known is None or (layer < known and reason):
+                self._reasons[request_id] = reason
             if known is None or layer < known:
                 self.failed[request_id] = layer
 

@@ -41,6 +41,19 @@ def problem_of(request: StepRequest, layout: KVLayout, hash_tokens: int) -> str:
     return ""
 
 
+def loads_into_others(request: StepRequest, loaded: dict[int, set[int]]) -> str:
+    """Why the request's loads hit those of the step's earlier requests; empty if not, and then `loaded` takes them in:
+    group id -> local blocks that are loaded."""
+    mine = {g: {int(b.block_ids[i]) for i in b.load} - {NULL_BLOCK} for g, b in request.groups.items() if len(b.load)}
+    for group_id, ids in mine.items():
+        shared = ids & loaded.get(group_id, set())
+        if shared:
+            return f"group {group_id}: local block {min(shared)} is loaded by another request of the step too"
+    for group_id, ids in mine.items():
+        loaded.setdefault(group_id, set()).update(ids)
+    return ""
+
+
 def hashes_problem(hashes: Any) -> str:
     """Why these are no block hashes; empty if they are."""
     if isinstance(hashes, str | bytes) or not isinstance(hashes, Sequence):

@@ -53,9 +53,11 @@ class StepDriver:
         step's.
 
         Raises:
-            StepError: the stage has no such layer.
+            StepError: the stage has no such layer, or the phase is no `Phase`.
         """
         self._check_layer("layer_ready", layer)
+        if not isinstance(phase, Phase):
+            raise StepError(f"layer_ready({layer}): phase is {phase!r}; give a Phase")
         if state.passed_through or state.aborted or state.closed:
             return
         loads = state.loads.get(layer)
@@ -85,12 +87,23 @@ class StepDriver:
             self._post(LayerWanted(state.id, layer, self._devices.record()))
         return task
 
+    def fail(self, state: StepState, request_id: str, layer: int, reason: str) -> None:
+        """Another rank's load of the request failed on `layer`; nothing if the request takes no part in the step.
+
+        Raises:
+            StepError: the stage has no such layer.
+        """
+        self._check_layer("fail", layer)
+        request = state.requests.get(request_id)
+        if request is not None:
+            state.fail(request_id, layer, [(g, i) for g, b in request.groups.items() for i in b.load], reason)
+
     def record(self) -> DeviceEvent:
         """An event for the work queued so far: what a caller that gives none means."""
         return self._devices.record()
 
     def _check_layer(self, call: str, layer: int) -> None:
-        if not isinstance(layer, int) or not 0 <= layer < self._layers:
+        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < self._layers:
             raise StepError(f"{call}({layer!r}): this stage's layers are the whole numbers 0 to {self._layers - 1}")
 
     def waited(self, state: StepState, layer: int, in_time: bool) -> frozenset[str]:

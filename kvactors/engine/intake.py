@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from kvactors.actors.latch import Latch
 from kvactors.actors.log import get_logger
 from kvactors.actors.step_state import StepState
-from kvactors.core.admission import problem_of
+from kvactors.core.admission import loads_into_others, problem_of
 from kvactors.core.layout import KVLayout
 from kvactors.core.stats import EngineStats
 from kvactors.core.steps import StepRequest
@@ -40,10 +40,12 @@ class Intake:
         good: dict[str, StepRequest] = {}
         problems: dict[str, str] = {}
         rejected_loads: list[str] = []
+        loaded: dict[int, set[int]] = {}
         for request in requests:
             problem = problem_of(request, self._layout, self._hash_tokens)
             if not problem and request.request_id in good:
                 problem = "is named twice in one step"
+            problem = problem or loads_into_others(request, loaded)
             if problem:
                 problems[request.request_id] = problem
                 self._stats.bad_requests += 1

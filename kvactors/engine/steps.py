@@ -53,11 +53,11 @@ class StepView:
         """Another rank's load of the request failed on stage layer `layer`: what is computed from there on is wrong here too.
 
         Call it before that layer is signalled; nothing of the request from there on is published (I12).
+
+        Raises:
+            StepError: the stage has no such layer.
         """
-        request = self._state.requests.get(request_id)
-        if request is not None:
-            blocks = [(g, i) for g, b in request.groups.items() for i in b.load]
-            self._state.fail(request_id, layer, blocks, reason)
+        self._engine.driver.fail(self._state, request_id, layer, reason)
 
 
 class Step(StepView):
