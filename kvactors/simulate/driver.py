@@ -89,6 +89,9 @@ class Driver:
         stop_at = self._rng.randrange(3, 60) if self._reckless and self._rng.random() < 0.2 else MOST_STEPS
         self._left_early = stop_at < MOST_STEPS
         while (self.waiting or self.running or self._loads) and self.steps < stop_at:
+            for task in [t for t in self._loads if t.done()]:
+                del self._loads[task]
+                task.result()
             for local, engine in zip(self.blocks, self.engines, strict=True):
                 local.fenced |= engine.fenced_blocks
             await self._admit()
@@ -145,7 +148,6 @@ class Driver:
                 r.loading = True
                 task = asyncio.ensure_future(self._load_ahead(r))
                 self._loads[task] = None
-                task.add_done_callback(lambda t: self._loads.pop(t, None))
 
     def _place(self, r: SimRequest, hit: Hit) -> bool:
         """Gives the request a local block for each block that it loads or computes; False if they are not there."""

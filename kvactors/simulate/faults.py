@@ -21,8 +21,8 @@ class FaultRates:
         key: per key of a put or get call, an outcome that is not OK.
         short: an answer with one key too few.
         raises: the call raises; half of the time after it was carried out.
-        dies: the call raises what a dying worker thread would.
-        spike: the call takes up to 3 virtual seconds longer, beyond its deadline now and then.
+        dies: the same, with what a dying worker thread would raise.
+        spike: the call takes up to one and a half call deadlines longer.
         freeze: the call does not return.
         evict: an object that nobody reads is dropped before the call.
         kill: the master dies, and comes back empty up to 20 virtual seconds later.

@@ -113,6 +113,8 @@ def _small(layout: KVLayout) -> KVLayout:
     """The same groups, boundaries and layers, with entries of a few bytes: a simulated run checks every byte."""
     groups = []
     for g in layout.groups:
-        layers = {layer: [CacheEntry(e.name, 3 + i, 8) for i, e in enumerate(entries)] for layer, entries in g.layers.items()}
+        layers = {
+            layer: [CacheEntry(e.name, 3 + i % 6, 8) for i, e in enumerate(entries)] for layer, entries in g.layers.items()
+        }
         groups.append(Group(g.id, g.kind, g.block_tokens, layers, g.window, g.chunk_tokens, g.speculative, g.kv_heads))
     return KVLayout(f"sim-{layout.model}", groups)

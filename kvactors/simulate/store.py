@@ -12,13 +12,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from kvactors.core.store import Health, Outcome, RangeBatch
 from kvactors.errors import StoreUnreachableError
 from kvactors.simulate.truth import content
 
 Now = Callable[[], float]
+T = TypeVar("T")
 
 DISCARD_S = 30.0
 RELEASE_S = 600.0
@@ -42,6 +43,24 @@ class _Session:
     size: int
     epoch: int
     until: float = 0.0
+
+
+@dataclass(slots=True)
+class Mishap:
+    """What goes wrong with one call: outcomes of keys that are not carried out, an answer one key short, an answer lost."""
+
+    outcomes: Mapping[str, Outcome]
+    short: bool = False
+    lost_answer: BaseException | None = None
+    """raised after the call was carried out"""
+
+    def answered(self, keys: Sequence[str], answers: list[T], touched: set[str]) -> list[T]:
+        """What the caller gets of the answers."""
+        if self.short or self.lost_answer is not None:
+            touched.update(keys)
+        if self.lost_answer is not None:
+            raise self.lost_answer
+        return answers[:-1] if self.short else answers
 
 
 class SimulatedPool:
@@ -125,9 +144,7 @@ class SimulatedStore:
     name = "simulated"
     put_safe_age_s = DISCARD_S / 2
 
-    def __init__(
-        self, pool: SimulatedPool, client: int, trouble: Callable[[str, Sequence[str]], Mapping[str, Outcome]]
-    ) -> None:
+    def __init__(self, pool: SimulatedPool, client: int, trouble: Callable[[str, Sequence[str]], Mishap]) -> None:
         self.pool, self.client = pool, client
         self.epoch: Callable[[], int] = lambda: 0
         """how many losses the client's engine knows of"""
@@ -143,16 +160,13 @@ class SimulatedStore:
             return [Outcome.UNREACHABLE] * len(keys)
         out = []
         for row, key in enumerate(keys):
-            outcome = wrong.get(key)
+            outcome = wrong.outcomes.get(key)
             if outcome is None:
                 outcome = one(key, row)
             if outcome is not Outcome.OK:
                 self.pool.touched.add(key)
             out.append(outcome)
-        if "*short" in wrong:
-            self.pool.touched.update(keys)
-            return out[:-1]
-        return out
+        return wrong.answered(keys, out, self.pool.touched)
 
     def put_open(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Outcome]:
         pool = self.pool
@@ -286,7 +300,7 @@ class SimulatedStore:
             if o is not None and o.committed:
                 o.lease_until = max(o.lease_until, now + self.pool.lease_s)
             out.append(o is not None and o.committed)
-        return out[:-1] if "*short" in wrong else out
+        return wrong.answered(keys if wrong.lost_answer else (), out, self.pool.touched)
 
     def open_sessions(self) -> list[str]:
         return [f"put {k}" for k in self._puts] + [f"get {k}" for k in self._gets]

@@ -11,14 +11,14 @@ import asyncio
 import hashlib
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvactors.core.config import EngineConfig
-from kvactors.core.layout import finest_hash_tokens
+from kvactors.core.layout import KVLayout, finest_hash_tokens
 from kvactors.core.observe import Span
-from kvactors.core.store import Outcome
+from kvactors.core.reachability import Reachability
 from kvactors.engine import Engine
 from kvactors.errors import DeadlineError, DrainTimeout, EngineError, StoreError
 from kvactors.simulate.driver import Driver
@@ -27,11 +27,12 @@ from kvactors.simulate.local import LocalBlocks, local_bytes_of
 from kvactors.simulate.loop import DeadlockError, RunawayError, VirtualLoop, run_virtual
 from kvactors.simulate.models import DRAWN, Rank, instance
 from kvactors.simulate.prompts import prompts
-from kvactors.simulate.store import SimulatedPool, SimulatedStore
+from kvactors.simulate.store import Mishap, SimulatedPool, SimulatedStore
 from kvactors.simulate.stream import Stream
 from kvactors.simulate.workers import SimulatedWorkers, Speed
 
 LOCAL_BLOCKS = 48
+"""Of each group: few, so that requests wait for blocks and preempt each other."""
 CALL_DEADLINE_S = 5.0
 
 
@@ -130,7 +131,8 @@ class World:
         """keys that need not be published: their writer's load failed"""
         ranks = instance(self.model)
         instances = 2 if len(ranks) == 1 and shape.random() < 0.3 and scenario.requests > 1 else 1
-        local_bytes = max(local_bytes_of(r.layout, LOCAL_BLOCKS) for r in ranks)
+        self.local_blocks = max(_blocks_to_run(r.layout) for r in ranks)
+        local_bytes = max(local_bytes_of(r.layout, self.local_blocks) for r in ranks)
         object_bytes = max(r.layout.object_bytes(g.id) for r in ranks for g in r.layout.groups)
         pool_bytes = (40 if scenario.rates.space else 3000) * object_bytes
         memory = bytearray(local_bytes * len(ranks) * instances + pool_bytes)
@@ -176,7 +178,7 @@ class World:
         engines, locals_, streams = [], [], []
         for i, rank in enumerate(ranks):
             base = local_bytes * (number * len(ranks) + i)
-            local = LocalBlocks(rank.layout, rank.tp_rank, memory, base, LOCAL_BLOCKS, rng)
+            local = LocalBlocks(rank.layout, rank.tp_rank, memory, base, self.local_blocks, rng)
             store = SimulatedStore(self.pool, number * len(ranks) + i, self._store_trouble)
             workers = SimulatedWorkers(self.loop, Speed(), random.Random(rng.random()), self._delay_s)
             stream = Stream(self.loop)
@@ -205,21 +207,21 @@ class World:
 
     # -- faults --------------------------------------------------------------------------------------------------------
 
-    def _store_trouble(self, call: str, keys: Sequence[str]) -> Mapping[str, Outcome]:
+    def _store_trouble(self, call: str, keys: Sequence[str]) -> Mishap:
         trouble, rates, pool = self.trouble, self.trouble.rates, self.pool
         if trouble.draw("evict", rates.evict):
             pool.evict_any()
         if pool.alive and trouble.draw("kill", rates.kill):
             pool.kill()
             self.loop.call_later(trouble.pick(0.0, 20.0), pool.restart)
+        lost: BaseException | None = None
         if trouble.draw("raises", rates.raises):
-            raise StoreError(f"{call}: injected")
-        if trouble.draw("dies", rates.dies):
-            raise WorkerDeath(f"{call}: injected")
-        wrong: dict[str, Outcome] = trouble.key_outcomes(call, keys)
-        if keys and trouble.draw("short", rates.short):
-            wrong["*short"] = Outcome.CALL_FAILED
-        return wrong
+            lost = StoreError(f"{call}: injected")
+        elif trouble.draw("dies", rates.dies):
+            lost = WorkerDeath(f"{call}: injected")
+        if lost is not None and trouble.pick(0.0, 1.0) < 0.5:
+            raise lost
+        return Mishap(trouble.key_outcomes(call, keys), bool(keys) and trouble.draw("short", rates.short), lost)
 
     def _delay_s(self) -> float:
         trouble, rates = self.trouble, self.trouble.rates
@@ -303,3 +305,10 @@ class InvariantBroken(BaseException):
 
 def _epoch_of(engine: Engine) -> int:
     return engine._pool.epoch
+
+
+def _blocks_to_run(layout: KVLayout) -> int:
+    """Local blocks of each group: `LOCAL_BLOCKS`, or more for a layout whose boundary is too many blocks of some group."""
+    boundary = Reachability(layout.groups, finest_hash_tokens(layout.groups)).boundary_tokens
+    most = max(boundary // g.block_tokens for g in layout.groups)
+    return LOCAL_BLOCKS if 4 * most <= LOCAL_BLOCKS else 6 * most

@@ -1,0 +1,245 @@
+"""Answers that come late, raise, or never come: nobody waits for longer than a deadline, and nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from kvactors.core.queue import Priority
+from kvactors.core.sessions import GetState
+from kvactors.core.steps import GroupBlocks, ReleaseReason, StepRequest
+from kvactors.core.store import Outcome
+from kvactors.devices import ManualEvent
+from kvactors.errors import DrainTimeout, StepError
+from kvactors.messages import StoreLost
+from kvactors.stores.fault_plan import Fault
+from tests.engine.rig import Rig, arrived, full_layout, hashes
+from tests.engine.test_undertaker import crashed
+
+SOON_S = 8.0
+"""Far more than the short deadline, far less than the others."""
+SHORT = {"call_deadline_s": 0.2, "step_deadline_s": 60.0}
+
+
+async def until(rig: Rig, holds: Callable[[], bool]) -> None:
+    """Passes messages through the engine until something is so."""
+
+    async def look() -> None:
+        while not holds():
+            await rig.engine.lookup(hashes(2, "nothing"), 33)
+            await asyncio.sleep(0)
+
+    await asyncio.wait_for(look(), SOON_S)
+
+
+async def test_a_session_of_a_tainted_request_that_opens_late_is_not_committed() -> None:
+    """I12, although the request's other keys were killed before."""
+    fine = hashes(3)
+    late = full_layout().key(0, fine[2])
+    faults = [
+        Fault(what="outcome", call="put_open", key=late, outcome=Outcome.NO_SPACE, times=2),
+        Fault(what="freeze", call="put_open", nth=3),
+    ]
+    async with Rig(full_layout(), faults) as rig:
+        request = rig.request("a", fine, load={0: [0]}, save={0: [1, 2]})  # nobody saved block 0
+        step = rig.engine.begin_step([request])
+        await arrived(rig.store.gates["gate"])
+        rig.engine._pool.epoch += 1
+        rig.engine._coordinator.mailbox.post(StoreLost(rig.engine._pool.epoch, False, "the test"))
+        await until(rig, lambda: any("the store lost its session" in line for line in rig.engine.story("a")))
+        rig.store.release()
+        await until(rig, lambda: any("block 2: put opening -> open" in line for line in rig.engine.story("a")))
+        for layer in (0, 1):
+            assert await step.wait_layer(layer) == {"a"}
+            rig.compute(layer, request)
+            step.layer_ready(layer)
+        await step.end()
+        await step.settled()
+        assert rig.committed(0, fine) == []
+
+
+async def test_a_call_is_given_up_in_time_while_others_wait_for_longer() -> None:
+    faults = [Fault(what="freeze", call="get_ranges", nth=n, gate=gate) for n, gate in enumerate(("a", "a", "b", "b"), 1)]
+    async with Rig(full_layout(), faults, config=SHORT) as rig:
+        fine, event = hashes(2), ManualEvent()
+        await rig.save("w", fine)
+        step = rig.engine.begin_step([rig.request("s", hashes(1, "q"), save={0: [0]}, first_id=20)])
+        step.layer_ready(0, event)
+        for name, first in (("a", 30), ("b", 40)):
+            request = rig.request(name, fine, load={0: [0]}, first_id=first)
+            done = await asyncio.wait_for(rig.engine.load(name, request.groups, fine), SOON_S)
+            assert done.failure is not None
+            assert "call lost" in done.failure.reason
+            rig.store.release(name)
+            await until(rig, lambda: not rig.engine._pool.lost_of(0))
+        await step.abort()
+
+
+async def test_a_key_whose_close_hung_and_raised_can_be_loaded_again() -> None:
+    faults = [Fault(what="freeze", call="get_close", nth=1), Fault(what="raise", call="get_close", nth=1)]
+    async with Rig(full_layout(), faults, config=SHORT) as rig:
+        fine = hashes(2)
+        await rig.save("w", fine)
+        request = rig.request("a", fine, load={0: [0]}, first_id=10)
+        assert (await rig.engine.load("a", request.groups, fine)).failure is None
+        await until(rig, lambda: bool(rig.engine._pool.lost_of(0)))
+        rig.store.release()
+        await rig.calls_returned()
+        assert (await rig.engine.load("b", request.groups, fine)).failure is None
+        assert rig.loaded_right(request)
+
+
+async def test_who_waits_for_a_key_that_a_lost_read_holds_is_told_at_once() -> None:
+    faults = [
+        Fault(what="freeze", call="get_ranges", nth=1),
+        Fault(what="outcome", call="get_ranges", nth=2, outcome=Outcome.LEASE_EXPIRED),
+    ]
+    async with Rig(full_layout(), faults, config={**SHORT, "call_deadline_s": 1.0}) as rig:
+        fine = hashes(2)
+        await rig.save("w", fine)
+        gets = rig.engine._groups[0].table.gets
+        one, other = (rig.request(n, fine, load={0: [0]}, first_id=f) for n, f in (("a", 10), ("b", 20)))
+        first = asyncio.create_task(rig.engine.load("a", one.groups, fine))
+        await until(rig, lambda: any(s.state is GetState.EXPIRED for s in gets.values()))
+        second = asyncio.create_task(rig.engine.load("b", other.groups, fine))
+        for done in await asyncio.wait_for(asyncio.gather(first, second), SOON_S):
+            assert done.failure is not None
+        rig.store.release()
+        await rig.calls_returned()
+
+
+async def test_a_drain_ends_when_the_close_after_a_late_open_has() -> None:
+    faults = [Fault(what="freeze", call="get_open", nth=1), Fault(what="freeze", call="get_close", nth=1, gate="close")]
+    async with Rig(full_layout(), faults, config=SHORT) as rig:
+        fine = hashes(2)
+        await rig.save("w", fine)
+        request = rig.request("a", fine, load={0: [0]}, first_id=10)
+        assert (await rig.engine.load("a", request.groups, fine)).failure is not None
+        rig.store.release()
+        await arrived(rig.store.gates["close"])
+        draining = asyncio.create_task(rig.engine.drain(60.0))
+        await until(rig, lambda: rig.engine.stats().state == "draining")
+        rig.store.release("close")
+        await asyncio.wait_for(draining, SOON_S)
+
+
+@pytest.mark.parametrize("then", ["comes late", "raises"])
+async def test_an_open_whose_group_crashed_leaves_nothing_at_the_store(then: str) -> None:
+    raised = [Fault(what="raise", call="put_open", nth=1, applied=True)] if then == "raises" else []
+    deadline = 60.0 if raised else 0.2
+    async with Rig(
+        full_layout(), [Fault(what="freeze", call="put_open", nth=1), *raised], config={**SHORT, "call_deadline_s": deadline}
+    ) as rig:
+        step = rig.engine.begin_step([rig.request("a", hashes(1), save={0: [0]})])
+        await arrived(rig.store.gates["gate"])
+        await crashed(rig)
+        if not raised:
+            await until(rig, lambda: bool(rig.engine._pool.lost_of(0)))
+        rig.store.release()
+        await step.end()
+        await rig.calls_returned()
+        await rig.engine.drain()
+        assert rig.memory.stats()["open_puts"] == 0
+        assert rig.engine.stats().sessions.put_refused == 0, "nobody knows whether it was"
+        assert len(rig.engine.stats().abandoned_keys) == 1
+
+
+async def test_a_dead_engine_was_not_drained() -> None:
+    async with Rig(full_layout()) as rig:
+        rig.engine._coordinator.mailbox.post("no message at all")
+        await until(rig, lambda: rig.engine.stats().state == "dead")
+        with pytest.raises(DrainTimeout, match="dead"):
+            await rig.engine.drain(1.0)
+
+
+async def test_forget_inside_a_step_clears_what_the_step_is_yet_to_find() -> None:
+    async with Rig(full_layout()) as rig:
+        fine = hashes(2)
+        step = rig.engine.begin_step([rig.request("a", fine, load={0: [0]}, save={0: [1]})])
+        assert await step.wait_layer(0) == {"a"}
+        rig.engine.forget("a")
+        await step.end()
+        await step.settled()
+        await rig.save("a", fine)
+        assert rig.committed(0, fine) == [0, 1]
+
+
+async def test_nothing_is_opened_after_the_first_save_was_due() -> None:
+    faults = [
+        Fault(what="freeze", call="put_open", nth=3),
+        Fault(what="outcome", call="put_open", outcome=Outcome.NO_SPACE, times=3),
+    ]
+    async with Rig(full_layout(), faults) as rig:
+        request = rig.request("a", hashes(1), save={0: [0]})
+        step = rig.engine.begin_step([request])
+        await arrived(rig.store.gates["gate"])
+        step.layer_ready(0)
+        await until(rig, lambda: not rig.engine.pending_saves)
+        rig.store.release()
+        await step.end()
+        await step.settled()
+        assert rig.store._calls["put_open"] == 3
+        assert rig.engine.stats().sessions.put_opened == 0
+
+
+async def test_loads_that_wait_for_an_event_are_promoted_too() -> None:
+    async with Rig(full_layout()) as rig:
+        fine, event = hashes(2), ManualEvent()
+        await rig.save("w", fine)
+        step = rig.engine.begin_step([rig.request("a", fine, load={0: [0]}, first_id=10)], event)
+        gated = rig.engine._pool._gated
+        await until(rig, lambda: bool(gated))
+        waiting = asyncio.create_task(step.wait_layer(0))
+        await until(rig, lambda: any(j.layer == 0 and j.priority is Priority.DEMANDED for j in gated.values()))
+        event.fire()
+        assert await waiting == frozenset()
+        await step.end()
+
+
+# -- what a caller gets wrong ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", ["1", None, 2, -1, 1.5, True])
+async def test_a_failure_on_no_layer_of_the_stage_is_refused(layer: object) -> None:
+    async with Rig(full_layout()) as rig:
+        request = rig.request("a", hashes(1), save={0: [0]})
+        step = rig.engine.begin_step([request])
+        with pytest.raises(StepError, match="0 to 1"):
+            step.fail("a", layer, "another rank's load failed")  # type: ignore[arg-type]
+        with pytest.raises(StepError, match="Phase"):
+            step.layer_ready(0, phase="exit")  # type: ignore[arg-type]
+        await step.abort()
+        await rig.engine.release("a", ReleaseReason.ABORTED)
+
+
+async def test_two_requests_do_not_load_into_one_block() -> None:
+    async with Rig(full_layout()) as rig:
+        fine = hashes(2)
+        await rig.save("w", fine)
+        one = StepRequest("a", fine, {0: GroupBlocks([9, 0], load=[0])})
+        other = StepRequest("b", fine, {0: GroupBlocks([0, 9], load=[1])})
+        step, failed = await rig.run(one, other)
+        assert "local block 9" in step.problems["b"]
+        assert failed[0] == {"b"}
+        assert rig.holds(0, fine[0], 9)
+
+
+async def test_the_reason_of_a_failed_load_is_that_of_its_layer() -> None:
+    faults = [
+        Fault(what="freeze", call="get_ranges", nth=1),
+        Fault(what="outcome", call="get_ranges", nth=1, outcome=Outcome.TRANSFER_FAILED),
+        Fault(what="outcome", call="get_ranges", nth=2, outcome=Outcome.INVALID),
+    ]
+    async with Rig(full_layout(), faults) as rig:
+        fine = hashes(2)
+        await rig.save("w", fine)
+        step = rig.engine.begin_step([rig.request("a", fine, load={0: [0]}, first_id=10)])
+        await arrived(rig.store.gates["gate"])
+        await until(rig, lambda: bool(step.failures))
+        assert step.failures["a"].reason == "layer 1: invalid"
+        rig.store.release()
+        assert await step.wait_layer(0) == {"a"}
+        assert (step.failures["a"].layer, step.failures["a"].reason) == (0, "layer 0: transfer failed")
+        await step.abort()
