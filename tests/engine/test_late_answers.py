@@ -39,8 +39,8 @@ async def test_a_session_of_a_tainted_request_that_opens_late_is_not_committed()
     fine = hashes(3)
     late = full_layout().key(0, fine[2])
     faults = [
-        Fault(what="outcome", call="put_open", key=late, outcome=Outcome.NO_SPACE, times=2),
         Fault(what="freeze", call="put_open", nth=3),
+        Fault(what="outcome", call="put_open", key=late, outcome=Outcome.NO_SPACE, times=3),
     ]
     async with Rig(full_layout(), faults) as rig:
         request = rig.request("a", fine, load={0: [0]}, save={0: [1, 2]})  # nobody saved block 0
@@ -178,6 +178,7 @@ async def test_nothing_is_opened_after_the_first_save_was_due() -> None:
         step.layer_ready(0)
         await until(rig, lambda: not rig.engine.pending_saves)
         rig.store.release()
+        await until(rig, lambda: len(rig.engine.story("a")) > 0)
         await step.end()
         await step.settled()
         assert rig.store._calls["put_open"] == 3
