@@ -1,4 +1,4 @@
-"""The command line: `kvactors replay`, `kvactors layout`, `kvactors doctor`.
+"""The command line: `kvactors replay`, `kvactors simulate`, `kvactors layout`, `kvactors doctor`.
 
 Exit codes: 0 = all well; 1 = a request failed, a byte was wrong or an invariant broke; 2 = bad usage or input, with one
 line on stderr; 130 = interrupted (after a drain and the partial report).

@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from kvactors.core.events import DeviceEvent
 from kvactors.core.queue import Priority
@@ -31,6 +31,8 @@ from kvactors.core.saves import RangeCall
 from kvactors.core.sessions import GetSession, PutSession
 from kvactors.core.steps import FailedLoad, GroupBlocks, Phase, ReleaseReason, StepRequest
 from kvactors.core.store import Outcome, Store
+
+S = TypeVar("S", bound=PutSession | GetSession)
 
 # -- compute thread -> coordinator -------------------------------------------------------------------------------------
 
@@ -179,7 +181,7 @@ class GroupEnded:
 
 @dataclass(slots=True, eq=False)
 class GroupCommitted:
-    """Every session of the step in the group reached its end."""
+    """Every session of the step in the group reached its end, or is its undertaker's."""
 
     step: int
     group_id: int
@@ -266,16 +268,22 @@ class Transfer(Job):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Open(Job):
-    kind: Kind
-    sessions: Sequence[PutSession] | Sequence[GetSession]
-    object_bytes: int
-    background: bool = False
-    """a put open that the step's preparation does not wait for"""
+class SessionJob(Job, Generic[S]):
+    """A metadata call on sessions of one kind: one outcome for each."""
+
+    sessions: Sequence[S]
 
     @property
     def count(self) -> int:
         return len(self.sessions)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Open(SessionJob[PutSession | GetSession]):
+    kind: Kind
+    object_bytes: int
+    background: bool = False
+    """a put open that the step's preparation does not wait for"""
 
     @property
     def label(self) -> str:
@@ -283,36 +291,23 @@ class Open(Job):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Commit(Job):
-    sessions: Sequence[PutSession]
-
-    @property
-    def count(self) -> int:
-        return len(self.sessions)
+class Commit(SessionJob[PutSession]):
+    pass
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Revoke(Job):
-    sessions: Sequence[PutSession]
-    cause: str
-
-    @property
-    def count(self) -> int:
-        return len(self.sessions)
+class Revoke(SessionJob[PutSession]):
+    pass
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Close(Job):
-    sessions: Sequence[GetSession]
-
-    @property
-    def count(self) -> int:
-        return len(self.sessions)
+class Close(SessionJob[GetSession]):
+    pass
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Ask(Job):
-    """A question to the store that opens nothing: readable, health, lookup. `result` holds the answer."""
+    """Any other call, whose answer `result` holds: readable, health, a lookup, the revoke of keys without a session."""
 
     run: Callable[[Store], Any]
     result: Any = None
@@ -346,7 +341,7 @@ class StoreLost:
 
 @dataclass(slots=True, eq=False)
 class LoadDone:
-    """Coordinator -> caller of `LoadBlocks`: what failed, if anything."""
+    """What the caller of `LoadBlocks` gets: what failed, if anything."""
 
     request_id: str
     failure: FailedLoad | None = None

@@ -44,10 +44,10 @@ class PutOpens:
     """Opens what a step saves. A key has one writer in the process (I10).
 
     Args:
-        revoke: revokes sessions that are `revoking` already, with a cause.
+        revoke: revokes sessions that are `revoking` already.
     """
 
-    def __init__(self, context: GroupContext, revoke: Callable[[Sequence[PutSession], str], None]) -> None:
+    def __init__(self, context: GroupContext, revoke: Callable[[Sequence[PutSession]], None]) -> None:
         self._c = context
         self._revoke = revoke
 
@@ -179,7 +179,7 @@ class PutOpens:
         if saves.signalled or saves.ended:
             for s in sessions:
                 self._c.table.put(s, PutEvent.REVOKE, "space turned up after its first save was due")
-            self._revoke(sessions, "too late")
+            self._revoke(sessions)
             saves.adopt(sessions)
             return
         saves.admit(sessions, block_ids)
@@ -204,6 +204,11 @@ class PutOpens:
         sessions, gs.retries = gs.retries, []
         if sessions:
             self._open(gs, sessions, background=True)
+
+    def stop_retrying(self, gs: GroupStep) -> None:
+        """What found no space so far is not saved in this step."""
+        sessions, gs.retries = gs.retries, []
+        self.refuse(gs, sessions, Outcome.NO_SPACE.value)
 
     def refuse(self, gs: GroupStep, sessions: Iterable[PutSession], cause: str) -> None:
         c = self._c

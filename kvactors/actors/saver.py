@@ -44,9 +44,7 @@ class Saver:
         if saves is None or message.layer not in c.ranges.layers:
             task.plan(c.group_id, 0)
             return
-        if gs.retries:
-            self.opens.refuse(gs, gs.retries, Outcome.NO_SPACE.value)
-            gs.retries = []
+        self.opens.stop_retrying(gs)
         if state.failed:
             saves.kill_where(state.failed, "a load of its request failed")
         calls = saves.signal(message.layer)
@@ -130,11 +128,11 @@ class Saver:
                     epoch=c.pool.epoch,
                 )
             )
-        self._revoke([s for s, _ in revoke], revoke[0][1] if revoke else "")
+        self._revoke([s for s, _ in revoke])
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
-    def _revoke(self, sessions: Sequence[PutSession], cause: str) -> None:
+    def _revoke(self, sessions: Sequence[PutSession]) -> None:
         c = self._c
         for part in per_call(sessions):
             c.submit(
@@ -144,7 +142,6 @@ class Saver:
                     group_id=c.group_id,
                     step=part[0].step,
                     sessions=part,
-                    cause=cause,
                 )
             )
 
@@ -165,7 +162,7 @@ class Saver:
                 s.dropped = s.dropped or outcome in (Outcome.UNREACHABLE, Outcome.NOT_FOUND, Outcome.STALE)
                 c.table.put(s, PutEvent.COMMIT_FAILED, outcome.value)
                 failed.append(s)
-        self._revoke(failed, "commit failed")
+        self._revoke(failed)
 
     def revoked(self, sessions: Iterable[PutSession], done: TransferDone) -> None:
         """A revoke came back. Bounded retries, then the key is poisoned; a session the store lost gets one try only."""
@@ -193,7 +190,7 @@ class Saver:
             c.later(wait, RetryRevokes(again))
 
     def retry_revokes(self, sessions: Sequence[PutSession]) -> None:
-        self._revoke([s for s in sessions if s.state is PutState.REVOKING], "retry")
+        self._revoke([s for s in sessions if s.state is PutState.REVOKING])
 
     def drop(self, steps: Iterable[GroupStep], epoch: int) -> None:
         """The store lost its sessions of earlier epochs: no further range or commit, one best-effort revoke (I11)."""
@@ -211,9 +208,7 @@ class Saver:
 
     def end(self, gs: GroupStep, revoke: bool, reason: str) -> None:
         """No layer is signalled any more; with `revoke` nothing of the step is committed."""
-        if gs.retries:
-            self.opens.refuse(gs, gs.retries, Outcome.NO_SPACE.value)
-            gs.retries = []
+        self.opens.stop_retrying(gs)
         if gs.saves is not None:
             gs.saves.end()
             if revoke:

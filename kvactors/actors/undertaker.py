@@ -186,9 +186,7 @@ class Undertaker(Actor):
         for put in revoke:
             c.table.put(put, PutEvent.REVOKE, self._reason)
         for part in per_call(revoke):
-            c.submit(
-                Revoke(reply=c.mailbox.post, priority=Priority.COMMIT, group_id=c.group_id, sessions=part, cause=self._reason)
-            )
+            c.submit(Revoke(reply=c.mailbox.post, priority=Priority.COMMIT, group_id=c.group_id, sessions=part))
         self._close([g for g in c.table.gets.values() if g.state in (GetState.OPEN, GetState.EXPIRED) and g.key not in busy])
         if not len(self.mailbox):  # no answer is on its way either
             left = [p for p in c.table.puts.values() if p.key not in busy and p not in revoke]

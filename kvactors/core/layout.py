@@ -17,7 +17,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from kvactors.core.ids import GroupId, ModelLayer, StageLayer
+from kvactors.core.ids import ModelLayer, StageLayer
 from kvactors.errors import LayoutError
 
 
@@ -342,9 +342,6 @@ def group_hashes(fine_hashes: Sequence[bytes], block_tokens: int, hash_tokens: i
 def finest_hash_tokens(groups: Sequence[Group]) -> int:
     """The coarsest hash unit (tokens) that every group's block size is a multiple of."""
     return math.gcd(*(g.block_tokens for g in groups))
-
-
-GroupBlocks = Mapping[GroupId, Sequence[int]]
 
 
 def _whole(what: str, value: object, least: int) -> None:

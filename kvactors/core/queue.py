@@ -15,10 +15,10 @@ from typing import Generic, Protocol, TypeVar
 
 class Priority(IntEnum):
     DEMANDED = 0
-    """Get opens, lookups, and loads that a compute thread waits for."""
+    """Opens and closes of get sessions, lookups, and loads that a compute thread waits for."""
     PREFETCH = 1
     PUT_OPEN = 2
-    """Put opens, and closes of get sessions."""
+    """Put opens, and which keys need none."""
     SAVE = 3
     COMMIT = 4
     """Commits and revokes."""

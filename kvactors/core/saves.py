@@ -178,10 +178,6 @@ class StepSaves:
         return bool(self._open.any())
 
     @property
-    def any_inflight(self) -> bool:
-        return bool(self._inflight.any())
-
-    @property
     def unsettled(self) -> bool:
         """Whether a session has not reached its end."""
         moving = (PutState.OPEN, PutState.COMMITTING, PutState.REVOKING)

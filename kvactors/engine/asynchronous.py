@@ -62,6 +62,10 @@ CLOSE_GRACE_S = 1.0
 """How long `close` waits for store calls under way."""
 
 
+CLOSED = "the engine was closed"
+"""The one reason to give up that is no failure."""
+
+
 class Engine:
     """One engine per worker rank, on the running asyncio loop.
 
@@ -226,7 +230,7 @@ class Engine:
     async def _run(self) -> None:
         """The parent of all actors: whatever ends it, every waiter is answered."""
         assert self._stop is not None
-        reason = "the engine was closed"
+        reason = CLOSED
         try:
             async with anyio.create_task_group() as actors:
                 for actor in self._groups.values():
@@ -254,7 +258,7 @@ class Engine:
     def give_up(self, reason: str) -> None:
         """Answers every waiter: nothing more will be moved. Called when the loop or the coordinator ended; any thread."""
         self._dead = self._dead or reason
-        self._stats.state = "closed" if reason == "the engine was closed" else "dead"
+        self._stats.state = "closed" if self._dead == CLOSED else "dead"
         self._coordinator.stop_timers()
         for actor in self._groups.values():
             actor.stop_timers()
@@ -434,7 +438,7 @@ class Engine:
         if not seconds(wait):
             raise ConfigError(f"drain: a deadline of {wait!r}; give seconds, more than 0")
         if self._dead:
-            answer.give([] if self._stats.state == "closed" else [f"the engine is dead: {self._dead}"])
+            answer.give([] if self._dead == CLOSED else [f"the engine is dead: {self._dead}"])
         else:
             self.post(Drain(wait, answer.give))
         return answer

@@ -17,7 +17,7 @@ from kvactors.core.reachability import Hit
 from kvactors.core.stats import EngineStats
 from kvactors.core.steps import GroupBlocks, ReleaseReason, StepRequest
 from kvactors.core.store import Store
-from kvactors.engine.asynchronous import Engine
+from kvactors.engine.asynchronous import CLOSED, Engine
 from kvactors.engine.steps import StepView
 from kvactors.errors import DeadlineError, EngineClosedError
 from kvactors.messages import LoadDone
@@ -62,7 +62,7 @@ class BlockingEngine:
         except BaseException as e:
             self._failed = e
         finally:
-            self._engine.give_up("the engine was closed" if self._failed is None else f"the loop died: {self._failed!r}")
+            self._engine.give_up(CLOSED if self._failed is None else f"the loop died: {self._failed!r}")
             self._ready.set()
             self._end_tasks()
             self._loop.close()

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from kvactors.actors.step_state import StepState
 from kvactors.core.events import DeviceEvent
 from kvactors.core.steps import FailedLoad, Phase
-from kvactors.errors import DeadlineError
 
 if TYPE_CHECKING:
     from kvactors.engine.asynchronous import Engine
@@ -77,8 +76,7 @@ class Step(StepView):
     async def checkpoint(self, layer: int) -> None:  # noqa: ARG002 - the layer names the place, for the reader
         """Waits while more than `max_pending_saves` save tasks are unfinished. Prefetched loads are not waited for."""
         while (blocked := self._engine.gate.blocked()) is not None:
-            if not await blocked.wait_async(self._engine.patience_s):
-                raise DeadlineError("checkpoint: the pending saves did not end before the deadline")
+            self._engine.driver.in_time(await blocked.wait_async(self._engine.patience_s), "checkpoint: the pending saves")
 
     async def end(self, event: DeviceEvent | None = None) -> None:
         """Ends the step; returns when every save and every started load of it has ended, so blocks may be reused."""

@@ -31,7 +31,6 @@ class Prompt:
         restarted_at: tokens; set for the first step after a failed load.
         restarting: a load failed and the prompt has not been admitted again.
         lost_tokens: tokens of a failed hit that are not yet known to be recomputed.
-        preemptions: how often its blocks were taken away.
         parked_free: free blocks of the pool when it was last refused; None when it was not.
     """
 
@@ -50,7 +49,6 @@ class Prompt:
     restarted_at: int | None = None
     restarting: bool = False
     lost_tokens: int = 0
-    preemptions: int = 0
     parked_free: int | None = None
 
     @property

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -233,8 +231,3 @@ def build_report(
         interrupted=interrupted,
         events=events,
     )
-
-
-def as_dict(report: Report) -> Mapping[str, Any]:
-    out: Mapping[str, Any] = msgspec.to_builtins(report)
-    return out

@@ -95,7 +95,6 @@ class Scheduler:
         self.waiting.appendleft(prompt)
 
     def _preempt(self, prompt: Prompt) -> None:
-        prompt.preemptions += 1
         self.preempted_in_all += 1
         self.restart(prompt)
 

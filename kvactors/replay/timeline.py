@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def write_timeline(path: str | Path, log: SpanLog) -> None:
 
 
 def busiest_step(spans: Iterable[Span]) -> tuple[float, float] | None:
-    """Start and end of the step with the most transfers in it, for the layer chart; None without steps."""
+    """Start and end of the step in which actors and workers did the most, for the layer chart; None without steps."""
     spans = list(spans)
     steps = [s for s in spans if s.track == "harness"]
     if not steps:
@@ -86,8 +87,6 @@ def busiest_step(spans: Iterable[Span]) -> tuple[float, float] | None:
     starts = sorted(s.start_s for s in spans if track_order(s.track)[0] == 2)
 
     def inside(step: Span) -> int:
-        from bisect import bisect_left, bisect_right
-
         return bisect_right(starts, step.end_s) - bisect_left(starts, step.start_s)
 
     best = max(steps, key=inside)

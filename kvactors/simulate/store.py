@@ -82,7 +82,6 @@ class SimulatedPool:
         self.touched: set[str] = set()
         self.damaged: set[str] = set()
         """keys overwritten by a session whose loss no client could know of: the master died and came back between two calls"""
-        self.commits = 0
         self.sloppy_leases = False
         """reads past the lease return whatever lies there, as success"""
         self._free: dict[int, list[int]] = {}
@@ -221,7 +220,6 @@ class SimulatedStore:
             if key not in pool.damaged and bytes(pool.memory[s.address : s.address + s.size]) != content(key, s.size):
                 pool.violations.append(f"I1: {key} was committed with wrong bytes")
             o.committed, o.used_at = True, pool.now()
-            pool.commits += 1
             return Outcome.OK
 
         return self._answer("put_commit", keys, one)

@@ -40,12 +40,10 @@ class SimulatedWorkers:
         speed: Speed,
         rng: random.Random | None = None,
         delay_s: Callable[[], float] | None = None,
-        on_call: Callable[[Worker, Job], None] | None = None,
     ) -> None:
         self._loop, self._speed, self._rng = loop, speed, rng
-        self._delay_s, self._on_call = delay_s, on_call
+        self._delay_s = delay_s
         self._pool: TransferPool | None = None
-        self.stopped = False
 
     def start(self, pool: TransferPool, workers: Sequence[Worker]) -> None:
         self._pool = pool
@@ -59,7 +57,7 @@ class SimulatedWorkers:
         self._loop.call_soon(self._look, fresh)
 
     def stop(self) -> None:
-        self.stopped = True
+        """The pool says itself whether it is stopped."""
 
     def _look(self, worker: Worker) -> None:
         pool = self._pool
@@ -69,8 +67,6 @@ class SimulatedWorkers:
         job = pool.take(worker)
         if job is None:
             return
-        if self._on_call is not None:
-            self._on_call(worker, job)
         duration = self._speed.duration_s(job, self._rng)
         if self._delay_s is not None:
             duration += self._delay_s()

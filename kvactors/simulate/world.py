@@ -64,7 +64,6 @@ class Outcomes:
     scenario: Scenario
     violations: list[str] = field(default_factory=list)
     events: int = 0
-    virtual_s: float = 0.0
     log_hash: str = ""
     log_tail: list[str] = field(default_factory=list)
     story: list[str] = field(default_factory=list)
@@ -246,7 +245,7 @@ class World:
             raise InvariantBroken
 
     def _check_stores(self) -> None:
-        """After the drain no client has a session left, unless a call never returned, or the engine gave a key up."""
+        """After the drain no client has a put session left, unless a call never returned, or the engine gave a key up."""
         if set(self.trouble.injected) & {"freeze", "spike", "kill", "crash"}:
             return
         given_up = {k for d in self.drivers for e in d.engines for k in (e.stats().abandoned_keys + e.stats().poisoned_keys)}
@@ -267,7 +266,7 @@ class World:
             pass
         except (DeadlockError, RunawayError) as e:
             self.violations.append(f"I9: {e}")
-        out.events, out.virtual_s = self.events or self.loop.events, self.loop.time()
+        out.events = self.events or self.loop.events
         out.log_hash, out.log_tail = self.log.digest, self.log.tail
         out.injected = dict(self.trouble.injected)
         for driver in self.drivers:

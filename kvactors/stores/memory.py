@@ -20,7 +20,7 @@ from kvactors.stores.pool import MemoryPool, PutSessions, State, StoredObject
 from kvactors.stores.ranges import RangeCall, Reading, check_shapes
 from kvactors.stores.regions import Regions
 
-_UNTIL_CLOSED = "the memory store was closed"
+_WAS_CLOSED = "the memory store was closed"
 
 
 class MemoryStore:
@@ -281,7 +281,7 @@ class MemoryStore:
     def health(self) -> Health:
         """Never raises. A key that was refused as larger than the capacity is named in `detail`; the store is healthy still."""
         if self._closed:
-            return Health(False, f"{_UNTIL_CLOSED}; open another")
+            return Health(False, f"{_WAS_CLOSED}; open another")
         large = self.pool.too_large
         if large is None:
             return Health(True)
@@ -327,7 +327,7 @@ class MemoryStore:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StoreError(f"{_UNTIL_CLOSED}; open another")
+            raise StoreError(f"{_WAS_CLOSED}; open another")
 
     def _enter(self) -> float:
         self._check_open()
