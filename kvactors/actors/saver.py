@@ -171,18 +171,11 @@ class Saver:
         for s, outcome in zip(sessions, done.outcomes, strict=True):
             if s.state is not PutState.REVOKING:
                 continue
-            if outcome is Outcome.OK:
-                c.table.put(s, PutEvent.REVOKED)
-            elif outcome is Outcome.INVALID:  # an earlier call ended it, and its answer was lost
-                c.table.put(s, PutEvent.REVOKED, "the store had no session")
-            elif outcome is Outcome.LOST:
-                c.table.put(s, PutEvent.LOST, "revoke did not return")
-            elif s.dropped or outcome is Outcome.UNREACHABLE:
-                c.table.put(s, PutEvent.LOST, f"the store lost its session; revoke: {outcome.value}")
-            elif outcome is Outcome.NOT_OWNER or s.attempts >= len(REVOKE_RETRY_S):
-                c.table.put(s, PutEvent.POISON, outcome.value)
-            else:
+            end = end_of_revoke(s, outcome, may_retry=s.attempts < len(REVOKE_RETRY_S))
+            if end is None:
                 again.append(s)
+            else:
+                c.table.put(s, *end)
         if again:
             wait = REVOKE_RETRY_S[again[0].attempts]
             for s in again:
@@ -214,6 +207,21 @@ class Saver:
             if revoke:
                 gs.saves.kill_all(reason)
             self.settle(gs)
+
+
+def end_of_revoke(session: PutSession, outcome: Outcome, *, may_retry: bool) -> tuple[PutEvent, str] | None:
+    """What the answer to a revoke makes of the session, and why; None: it is tried again."""
+    if outcome is Outcome.OK:
+        return PutEvent.REVOKED, ""
+    if outcome is Outcome.INVALID:  # an earlier call ended it, and its answer was lost
+        return PutEvent.REVOKED, "the store had no session"
+    if outcome is Outcome.LOST:
+        return PutEvent.LOST, "revoke did not return"
+    if session.dropped or outcome is Outcome.UNREACHABLE:
+        return PutEvent.LOST, f"the store lost its session; revoke: {outcome.value}"
+    if outcome is Outcome.NOT_OWNER or not may_retry:
+        return PutEvent.POISON, outcome.value
+    return None
 
 
 def _uncount(task: LayerTask, _outcomes: list[Outcome]) -> None:

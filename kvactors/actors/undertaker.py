@@ -15,6 +15,7 @@ from kvactors.actors.group_step import per_call
 from kvactors.actors.loader import NO_ANSWER
 from kvactors.actors.log import get_logger
 from kvactors.actors.put_opens import Cleaned, ReadableDone, revoke_unowned
+from kvactors.actors.saver import end_of_revoke
 from kvactors.actors.step_state import StepState
 from kvactors.core.queue import Priority
 from kvactors.core.sessions import PUT_TERMINAL, GetEvent, GetSession, GetState, PutEvent, PutSession, PutState
@@ -123,8 +124,8 @@ class Undertaker(Actor):
             case Revoke():
                 for put, outcome in zip(job.sessions, done.outcomes, strict=True):
                     if put.state is PutState.REVOKING:
-                        event = PutEvent.REVOKED if outcome is Outcome.OK else PutEvent.POISON
-                        table.put(put, event, outcome.value)
+                        event, why = end_of_revoke(put, outcome, may_retry=False) or (PutEvent.POISON, outcome.value)
+                        table.put(put, event, why)
             case Close():
                 lost = Outcome.LOST in done.outcomes and not done.late
                 for get in job.sessions:

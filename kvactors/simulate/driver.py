@@ -453,6 +453,7 @@ class Driver:
         r.failures += 1
         miss = Hit(0, tuple(() for _ in self.blocks[0].layout.groups))
         hit = miss if r.failures > 3 else await self.engines[0].lookup(r.hashes, r.tokens)
+        self.judge.hit(r, hit)
         self._note_fences()
         self._free_tables(r.tables)
         r.tables = []
