@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from kvactors import __version__, doctor, stores
 from kvactors.cli import cli
+from kvactors.core.store import Outcome
+from kvactors.errors import StoreError
+from kvactors.layouts import FAMILIES
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SAMPLE = EXAMPLES / "sample_trace.jsonl"
@@ -65,7 +70,9 @@ def test_replay_prints_a_summary_and_writes_its_files(tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     assert "40 of 40" in result.stdout
-    assert "requests/s" in result.stdout
+    rate = re.search(r"0 failed, ([\d,]+) requests/s", result.stdout)
+    assert rate is not None
+    assert int(rate[1].replace(",", "")) > 0
     assert "MiB/s" in result.stdout or "KiB/s" in result.stdout
     report = json.loads(Path(out["r.json"]).read_text())
     assert report["requests"] == {"total": 40, "completed": 40, "failed": 0}
@@ -194,6 +201,13 @@ def test_bad_usage(args: list[str], part: str) -> None:
     refused(run(*args), part)
 
 
+@pytest.mark.parametrize("seeds", ["0:" + "9" * 5000, "1" * 5000 + ":2", "5:5", "5", "a:b"])
+def test_bad_seeds_are_refused(seeds: str) -> None:
+    result = run("simulate", "--seeds", seeds)
+    refused(result, "--seeds", "A < B")
+    assert len(result.stderr) < 200
+
+
 def test_a_bad_fault_plan_file(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text("faults: [{what: explode}]")
@@ -252,15 +266,19 @@ def test_layout_list_and_show() -> None:
     assert [g["commit_layer"] for g in data["groups"]] == [2, 3, 3]
     assert [r["offset"] for r in data["groups"][1]["ranges"]] == [0, 10, 21]
     assert len(data["digest"]) == 64
+    assert data["boundary_tokens"] == 1024
     assert data["groups"][0]["example_key"].startswith(f"seed-example@mooncake_hybrid_v1:{data['digest']}@group:0@block:512@")
     text = run("layout", "show", "llama-3.1-8b", "--block-tokens", "512", "--scale", "4096").stdout
     assert "16,384 bytes" in text
     assert "config.json" in text
-    assert run("layout", "list", "--json").exit_code == 0
+    assert "boundary  512 tokens" in text
+    listed = json.loads(run("layout", "list", "--json").stdout)
+    assert [entry["name"] for entry in listed] == list(FAMILIES)
+    assert [entry["boundary_tokens"] for entry in listed] == [1024, 128, 128, 512, 256, 3072]
 
 
 def test_version_and_help() -> None:
-    assert run("--version").stdout.startswith("kvactors, version")
+    assert run("--version").stdout == f"kvactors, version {__version__}\n"
     text = run("replay", "--help").stdout
     assert "--layout" in text
     assert "--virtual" in text
@@ -295,4 +313,38 @@ def test_doctor_reports_and_tests_what_is_there() -> None:
     assert found["engine"]["status"] == found["embedded store"]["status"] == "ok"
     for f in found.values():
         assert f["status"] == "ok" or f["fix"], f
-    assert run("doctor").exit_code == 0
+    assert "4096 bytes written" in found["embedded store"]["detail"]
+    assert "3072 tokens hit" in found["engine"]["detail"]
+    text = run("doctor").stdout
+    for f in found.values():
+        assert f["fix"] in text
+
+
+def test_doctor_says_how_to_install_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "uvloop" else version(name))
+    result = run("doctor")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"^uvloop +missing +not installed", result.stdout, re.MULTILINE)
+    assert "  pip install uvloop\n" in result.stdout.split("To install what is missing")[1]
+
+
+def broken_parts(result: Result) -> dict[str, str]:
+    assert result.exit_code == 1, result.output
+    return {f["name"]: f["detail"] for f in json.loads(result.stdout) if f["status"] == "broken"}
+
+
+def test_doctor_tells_of_a_store_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise StoreError(f"{name}: no store here")
+
+    monkeypatch.setattr(stores, "open_store", broken)
+    assert broken_parts(run("doctor", "--json")) == {"embedded store": "self-test raised StoreError: memory: no store here"}
+    assert run("doctor").exit_code == 1
+
+
+def test_doctor_compares_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores.MemoryStore, "get_ranges", lambda _self, batch: [Outcome.OK] * len(batch.keys))
+    found = broken_parts(run("doctor", "--json"))
+    assert set(found) == {"embedded store", "engine"}
+    assert found["embedded store"].startswith("self-test answered")

@@ -224,7 +224,7 @@ class FaultyStore:
                 self._sleep(fault.latency_s)
             elif fault.what == "evict":
                 for row in rows:
-                    self.store.remove(keys[row], force=True)  # type: ignore[attr-defined]
+                    self.store.remove(keys[row], force=True)  # type: ignore[attr-defined]  # evict is for stores that have it
             elif fault.what == "freeze" and not fault.applied:
                 self.gates[fault.gate].hold()
             elif fault.what == "raise" and not fault.applied:

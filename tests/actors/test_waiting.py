@@ -28,16 +28,19 @@ def test_a_latch_that_stays_shut_times_out() -> None:
 
 
 async def test_a_latch_opened_by_a_thread_wakes_a_task() -> None:
+    asyncio.get_running_loop().set_debug(True)  # a wake-up from the wrong thread raises
     latch = Latch()
     waiting = asyncio.create_task(latch.wait_async(30))
     await asyncio.sleep(0)
-    threading.Thread(target=latch.open).start()
+    await asyncio.to_thread(latch.open)
     assert await waiting
     assert await latch.wait_async(0)
     assert not await Latch().wait_async(0.001)
 
 
 async def test_a_waiter_that_was_cancelled_costs_nothing() -> None:
+    raised: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: raised.append(context))
     latch = Latch()
     waiting = asyncio.create_task(latch.wait_async(30))
     await asyncio.sleep(0)
@@ -45,7 +48,9 @@ async def test_a_waiter_that_was_cancelled_costs_nothing() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     latch.open()
-    await asyncio.sleep(0)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert raised == []
 
 
 def test_a_gate_blocks_above_its_limit_and_opens_below() -> None:

@@ -28,6 +28,11 @@ def state(gid: int, layers: Sequence[int], **more: object) -> Group:
     return Group(gid, GroupKind.STATE, 16, dict.fromkeys(layers, ENTRY), **more)  # type: ignore[arg-type]
 
 
+def local(gid: int, layers: Sequence[int], **more: int) -> Group:
+    kind = GroupKind.SLIDING_WINDOW if "window" in more else GroupKind.CHUNKED_LOCAL
+    return Group(gid, kind, 16, dict.fromkeys(layers, ENTRY), **more)
+
+
 def stages(*groups: Sequence[Group], tp: int = 1, model: str = "m") -> list[KVLayout]:
     return [KVLayout(model, list(g), tp, rank, len(groups)) for rank, g in enumerate(groups)]
 
@@ -127,6 +132,16 @@ BAD_STAGES = [
         "blocks differ",
         stages([mla(0, [0])], [mla(0, [1], block=32)]),
         "group 0: block_tokens is 16 on stage 0 and 32 on stage 1",
+    ),
+    (
+        "windows differ",
+        stages([local(0, [0], window=32)], [local(0, [1], window=48)]),
+        "group 0: window is 32 on stage 0 and 48",
+    ),
+    (
+        "chunks differ",
+        stages([local(0, [0], chunk_tokens=32)], [local(0, [1], chunk_tokens=48)]),
+        "group 0: chunk_tokens is 32 on stage 0 and 48 on stage 1",
     ),
     ("no layers anywhere", stages([full(0, [0]), mla(7, [])]), "group 7 has no layers on any stage"),
 ]

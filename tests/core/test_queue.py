@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
+
 from kvactors.core.circuit import Circuit
 from kvactors.core.queue import Priority, TransferQueue
 
@@ -66,6 +68,13 @@ def test_jobs_can_be_taken_out() -> None:
     assert sorted(job.name for job in gone) == ["1", "d", "s"]
     assert q.remove(lambda _: False) == []
     assert order(q) == "e23oc"
+
+
+@pytest.mark.parametrize("gone", "0123456")
+def test_the_order_of_prefetches_outlives_a_removal(gone: str) -> None:
+    q = queue(*(Job(str(d), Priority.PREFETCH, d) for d in (3, 0, 6, 2, 5, 1, 4)))
+    assert [job.name for job in q.remove(lambda job: job.name == gone)] == [gone]
+    assert order(q) == "0123456".replace(gone, "")
 
 
 def test_the_circuit_opens_once_and_probes_ever_less_often() -> None:

@@ -49,7 +49,8 @@ def test_pieces_tile_the_object_exactly(sizes: list[list[int]], config: EngineCo
 
 @given(layouts, limits, st.integers(1, 40))
 def test_calls_cover_every_key_once_within_the_limits(sizes: list[list[int]], config: EngineConfig, keys: int) -> None:
-    _, ranges = ranges_of(sizes, config)
+    layout, ranges = ranges_of(sizes, config)
+    places = [(1_000_000 * (n + 1), r) for n, r in enumerate(layout.ranges(0))]
     block_ids = np.arange(keys, dtype=np.int64) * 3
     names = [f"k{i}" for i in range(keys)]
     rows = np.arange(keys)
@@ -59,6 +60,12 @@ def test_calls_cover_every_key_once_within_the_limits(sizes: list[list[int]], co
         assert not coverage.complete(rows).any()
         for call in range_calls(ranges, layer, rows, names, block_ids):
             n, width = len(call.rows), call.last_piece - call.first_piece
+            at = [next((base, r) for base, r in reversed(places) if r.offset <= o) for o in call.batch.offsets.tolist()]
+            wanted = [
+                [base + 3 * row * r.entry.stride + o - r.offset for o, (base, r) in zip(call.batch.offsets, at, strict=True)]
+                for row in call.rows.tolist()
+            ]
+            assert call.batch.addresses.tolist() == wanted
             assert call.batch.addresses.shape == (n, width)
             assert not config.max_transfer_blocks or n <= config.max_transfer_blocks
             assert n * width <= MAX_RANGES

@@ -22,6 +22,37 @@ from kvactors.core.stats import SessionStats
 from kvactors.errors import SessionError
 
 
+def test_the_transitions_are_these_and_no_others() -> None:
+    puts = {(before.value, event.value): after.value for (before, event), after in PUT_TRANSITIONS.items()}
+    assert puts == {
+        ("opening", "opened"): "open",
+        ("opening", "refused"): "refused",
+        ("opening", "lost"): "abandoned",
+        ("open", "commit"): "committing",
+        ("open", "revoke"): "revoking",
+        ("open", "lost"): "abandoned",
+        ("committing", "committed"): "committed",
+        ("committing", "commit failed"): "revoking",
+        ("committing", "lost"): "abandoned",
+        ("revoking", "revoked"): "revoked",
+        ("revoking", "poison"): "poisoned",
+        ("revoking", "lost"): "abandoned",
+    }
+    gets = {(before.value, event.value): after.value for (before, event), after in GET_TRANSITIONS.items()}
+    assert gets == {
+        ("opening", "opened"): "open",
+        ("opening", "failed"): "failed",
+        ("opening", "lost"): "lost",
+        ("open", "expire"): "expired",
+        ("open", "close"): "closing",
+        ("expired", "close"): "closing",
+        ("closing", "closed"): "closed",
+        ("closing", "lost"): "lost",
+        ("lost", "close"): "closing",
+        ("lost", "closed"): "closed",
+    }
+
+
 def table() -> SessionTable:
     return SessionTable(0, SessionStats())
 

@@ -82,4 +82,16 @@ def test_stories_are_bounded() -> None:
     for n in range(MOST_REQUESTS):
         book.record(f"r{n}", 0, 0, "x")
     assert book.tell("long") == []
+    assert book.tell("r0") != []
     assert book.tell(f"r{MOST_REQUESTS - 1}") == ["+0.000000s group 0 block 0: x"]
+
+
+def test_the_request_that_was_silent_longest_is_dropped_first() -> None:
+    book = StoryBook(ManualClock())
+    for n in range(MOST_REQUESTS):
+        book.record(f"r{n}", 0, 0, "x")
+    book.record("r0", 0, 0, "again")
+    book.record("new", 0, 0, "x")
+    assert len(book.tell("r0")) == 2
+    assert book.tell("r1") == []
+    assert book.tell("r2") != []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvactors.core.steps import ReleaseReason
+from kvactors.core.steps import GroupBlocks, ReleaseReason
 from kvactors.devices import ManualEvent
 from kvactors.engine import BlockingEngine
 from kvactors.errors import DrainTimeout, EngineClosedError, StepError
@@ -78,6 +78,16 @@ def test_load_outside_a_step(rig: BlockingRig) -> None:
     assert rig.loaded_right(request)
 
 
+def test_forget_drops_the_memory_of_committed_keys(rig: BlockingRig) -> None:
+    rig.forward(rig.request("a", hashes(1), save={0: [0]}))
+    blocks = {0: GroupBlocks([9], (0,))}
+    assert rig.blocking.load("a", blocks, []).result().failure is None
+    rig.blocking.forget("a")
+    failure = rig.blocking.load("a", blocks, []).result().failure
+    assert failure is not None
+    assert "neither its hash nor a memory" in failure.reason
+
+
 def test_an_exception_in_the_forward_pass(rig: BlockingRig) -> None:
     fine = hashes(2)
     step = rig.blocking.begin_step([rig.request("a", fine, save={0: [0, 1]})])
@@ -91,8 +101,9 @@ def test_an_exception_in_the_forward_pass(rig: BlockingRig) -> None:
 def test_drain_from_the_thread_that_has_a_step_open_aborts_it(rig: BlockingRig) -> None:
     fine = hashes(1)
     step = rig.blocking.begin_step([rig.request("a", fine, save={0: [0]})])
-    step.layer_ready(0)
-    rig.blocking.drain()
+    for layer in (0, 1):
+        step.layer_ready(layer, ManualEvent())
+    rig.blocking.drain(5.0)
     assert rig.committed(0, fine) == []
     step.end()
 

@@ -14,6 +14,7 @@ from kvactors.core.layout import CacheEntry, Group, GroupKind, KVLayout
 from kvactors.core.steps import NULL_BLOCK, GroupBlocks, Phase, ReleaseReason, StepRequest
 from kvactors.core.store import Outcome
 from kvactors.devices import CpuEvent, ManualEvent
+from kvactors.engine import asynchronous
 from kvactors.errors import ConfigError, DrainTimeout, EngineClosedError, EngineError, StepError
 from kvactors.stores.fault_plan import Fault
 from tests.engine.rig import COMPRESSED, FULL, PATIENCE_S, STATE, Rig, arrived, full_layout, hashes, quiet
@@ -248,7 +249,8 @@ async def test_answers_after_a_drains_deadline_find_their_sessions_gone(call: st
                 assert (0, 5) in rig.engine.fenced_blocks, "the read may still write its destination"
             rig.store.release()
             await quiet(rig)
-            assert rig.engine.stats().state == "drained", "no actor crashed"
+            assert rig.engine.stats().state == "drained"
+            assert rig.engine._coordinator._degraded == "", "no actor crashed"
 
 
 async def test_two_who_drain_at_once_are_both_answered() -> None:
@@ -273,6 +275,22 @@ async def test_who_drains_while_the_engine_is_closed_is_answered() -> None:
         await rig.engine.close()
         with pytest.raises(DrainTimeout, match="ended before"):
             await draining
+
+
+async def test_close_waits_for_store_calls_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asynchronous, "CLOSE_GRACE_S", PATIENCE_S)
+    async with Rig(full_layout(), [Fault(what="freeze", call="get_ranges", nth=1)]) as rig:
+        fine = hashes(1)
+        await rig.save("w", fine)
+        rig.engine.begin_step([rig.request("a", fine, load={0: [0]}, first_id=5)])
+        await arrived(rig.store.gates["gate"])
+        closing = asyncio.create_task(rig.engine.close())
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert rig.engine.stats().state == "closed"
+        assert not closing.done()
+        rig.store.release()
+        await closing
 
 
 async def test_a_close_that_raises_is_tried_again() -> None:

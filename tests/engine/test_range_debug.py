@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 
 from kvactors.actors.range_debug import LOGGER, VARIABLE
 from tests.engine.rig import COMPRESSED, FULL, STATE, Rig, hashes
+
+RANGE = re.compile(r" layer=(\d+) block=(\d+) .*offset=(\d+) bytes=(\d+) ")
 
 
 async def test_every_group_shows_a_load_range(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -24,7 +27,11 @@ async def test_every_group_shows_a_load_range(monkeypatch: pytest.MonkeyPatch, c
         assert all(
             f"{field}=" in line for line in gets for field in ("request", "layer", "block", "offset", "bytes", "cache_event")
         )
-        assert any("put range" in line and f"group={group} " in line for line in lines)
+        blocks = rig.all_blocks(fine)[group]
+        wanted = sorted((int(r.layer), b, r.offset, r.entry.nbytes) for r in rig.layout.ranges(group) for b in blocks)
+        for kind in ("get", "put"):
+            said = [RANGE.search(line) for line in lines if f"{kind} range" in line and f"group={group} " in line]
+            assert sorted(tuple(map(int, found.groups())) for found in said if found) == wanted
     assert any("committed" in line for line in lines)
 
 

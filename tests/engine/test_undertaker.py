@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -159,13 +160,39 @@ async def test_a_crash_between_a_drains_deadline_and_its_grace() -> None:
         await rig.run(rig.request("a", hashes(1), save={0: [0]}), settle=False)
         await arrived(rig.store.gates["gate"])
         actor = rig.engine._groups[0]
-        real = actor._abandon_now
         actor._abandon_now = crash  # type: ignore[method-assign]
-        with pytest.raises(DrainTimeout):
+        with pytest.raises(DrainTimeout, match="committing"):
             await rig.engine.drain(0.05)
         assert rig.engine.stats().sessions.open_now == 0
         rig.store.release()
-        assert real is not None
+
+
+async def test_a_request_can_be_forgotten_after_a_crash() -> None:
+    async with Rig(full_layout()) as rig:
+        fine = hashes(1)
+        await rig.save("a", fine)
+        await crashed(rig)
+        table = rig.engine._groups[0].table
+        assert table.remembered("a", 0) == rig.key(0, 0, fine)
+        rig.engine.forget("a")
+        await quiet(rig)
+        assert table.remembered("a", 0) is None
+
+
+@pytest.mark.parametrize("part", ["_loader.opened", "_saver.opens.readable", "_saver.opens.opened", "_saver.transferred"])
+async def test_a_crash_over_a_reply_leaves_no_slot_reserved(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slot was freed before the actor looked at it; those of later replies are freed by the undertaker."""
+    async with Rig(full_layout()) as rig:
+        fine = hashes(3)
+        await rig.run(rig.request("w", fine, save={0: [0]}))
+        actor = rig.engine._groups[0]
+        request = rig.request("a", fine, load={0: [0]}, save={0: [1, 2]}, first_id=5)
+        owner, _, name = part.rpartition(".")
+        monkeypatch.setattr(attrgetter(owner)(actor), name, crash)
+        await forward(rig, rig.engine.begin_step([request]), request)
+        await rig.engine.drain()
+        assert rig.engine._coordinator._degraded != ""
+        assert actor.mailbox._reserved == 0
 
 
 async def test_steps_and_loads_after_a_crash_pass_through() -> None:

@@ -52,6 +52,52 @@ def test_families(name: str, groups: list[str], layers: list[int], boundary: int
     assert layout.model == name
 
 
+def every(first: int, last: int, step: int) -> list[int]:
+    return list(range(first, last + 1, step))
+
+
+GROUPS: dict[str, list[tuple[int | None, int, list[int]]]] = {  # window, bytes of an object, layers; of each group
+    "llama-3.1-8b": [(None, 16_777_216, every(0, 31, 1))],
+    "gemma-3-27b": [
+        (None, 10 * 1_048_576, every(5, 59, 6)),
+        (1024, 52 * 1_048_576, [n for n in range(62) if n not in every(5, 59, 6)]),
+    ],
+    "qwen3.5-9b": [
+        (None, 8 * 2_097_152, every(3, 31, 4)),
+        (None, 24 * (49_152 + 2_097_152), [n for n in range(32) if n not in every(3, 31, 4)]),
+    ],
+    "deepseek-v4-flash": [
+        (None, 21 * 37_376, every(2, 42, 2)),
+        (None, 20 * 1_168, every(3, 41, 2)),
+        (None, 21 * 8_448, every(2, 42, 2)),
+        (128, 43 * 37_376, every(0, 42, 1)),
+        (8, 21 * (8_192 + 32_768), every(2, 42, 2)),
+        (128, 20 * 32_768, every(3, 41, 2)),
+    ],
+    "kimi-k3": [
+        (None, 24 * 589_824, [*every(3, 91, 4), 92]),
+        (None, 69 * (221_184 + 6_291_456), [n for n in range(92) if n % 4 != 3]),
+    ],
+    "seed-example": [(None, 16, [0, 2]), (None, 32, [1, 2, 3]), (None, 36, [0, 3])],
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_windows_sizes_and_layers_of_families(name: str) -> None:
+    layout = FAMILIES[name].build()
+    assert [(g.window, layout.object_bytes(g.id), sorted(g.layers)) for g in layout.groups] == GROUPS[name]
+
+
+@pytest.mark.parametrize("kind", [GroupKind.FULL, GroupKind.MLA, GroupKind.STATE])
+def test_kv_heads_must_divide_the_ranks_only_where_a_group_is_split_by_head(kind: GroupKind) -> None:
+    group = Group(0, kind, 16, {0: [CacheEntry("k", 8)]}, kv_heads=3)
+    if kind is GroupKind.FULL:
+        with pytest.raises(LayoutError, match="group 0: 3 KV heads do not divide tp_size 4"):
+            KVLayout("m", [group], tp_size=4)
+    else:
+        assert KVLayout("m", [group], tp_size=4).object_bytes(0) == 8
+
+
 def test_bytes_per_token() -> None:
     assert bytes_per_token(FAMILIES["llama-3.1-8b"].build(), 0) == 131072
     assert bytes_per_token(FAMILIES["qwen3.5-9b"].build(), 0) == 32768

@@ -7,20 +7,25 @@ import contextlib
 import ctypes
 import json
 import random
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvactors.core.config import EngineConfig
 from kvactors.core.layout import CacheEntry, Group, GroupKind, KVLayout
+from kvactors.core.stats import EngineStats, SessionStats
+from kvactors.core.steps import ReleaseReason
 from kvactors.core.store import Outcome, RangeBatch
 from kvactors.devices import CpuDevices, ManualClock, MonotonicClock
 from kvactors.engine import Engine
-from kvactors.errors import StoreUnreachableError
+from kvactors.errors import StoreError, StoreUnreachableError
 from kvactors.layouts import FAMILIES, scale
+from kvactors.replay import live
 from kvactors.replay.blocks import BlockRules
 from kvactors.replay.compute import Computed, ThreadCompute
 from kvactors.replay.harness import Harness, Pace
@@ -32,6 +37,8 @@ from kvactors.replay.report import Report
 from kvactors.replay.tally import Tally
 from kvactors.replay.trace import TraceRequest
 from kvactors.stores import PRESETS, Fault, FaultPlan, FaultyStore, MemoryStore, open_store
+
+SAMPLE = Path(__file__).parents[2] / "examples" / "sample_trace.jsonl"
 
 
 def full(block_tokens: int = 512, layers: int = 3) -> KVLayout:
@@ -251,7 +258,7 @@ async def test_a_request_that_never_fits_fails_with_both_numbers_and_the_others_
     rows = rows_of((600, [1, 2]), (5000, range(10)), (600, [1, 2]))
     played = await play(rows, full(), open_store("memory"), local_blocks=4)
     assert (played.tally.completed, played.tally.failed) == (2, 1)
-    assert "needs 10 local blocks, the pool has 4" in played.tally.events[0]
+    assert played.tally.events[0].startswith("r2 (line 2): failed: needs 10 local blocks, the pool has 4")
 
 
 async def test_retention_saves_fewer_states_and_still_verifies() -> None:
@@ -296,6 +303,68 @@ async def test_when_every_get_fails_nothing_is_hit_and_each_request_is_reported_
     assert played.tally.load_failed == 3
     assert played.tally.recomputed_tokens == 3 * 1536
     assert played.tally.groups[0].hit == 0
+
+
+def failing(store: Any, call: str, outcome: Outcome = Outcome.TRANSFER_FAILED, **when: Any) -> FaultyStore:
+    return FaultyStore(store, FaultPlan((Fault(what="outcome", call=call, outcome=outcome, **when),)))
+
+
+async def test_prompts_whose_loads_fail_in_one_step_restart_in_order_of_arrival() -> None:
+    store = open_store("memory")
+    await play(rows_of((1024, [1, 2])), full(), store)
+    rows = rows_of(*[(1100, [1, 2, 10 + i]) for i in range(3)])
+    waiting: list[list[str]] = []
+    played = await play(
+        rows,
+        full(),
+        failing(store, "get_ranges"),
+        pace=Pace(concurrency=3),
+        on_progress=lambda harness: waiting.append([p.id for p in harness.scheduler.waiting]),
+    )
+    assert_right(played, 3)
+    assert waiting[0] == ["r1", "r2", "r3"]
+
+
+async def test_after_two_failed_loads_a_request_still_hits() -> None:
+    rows = rows_of((1024, [1, 2]), (1100, [1, 2, 3]))
+    played = await play(rows, full(), failing(open_store("memory"), "get_open", times=2))
+    assert_right(played, 2)
+    assert len(played.tally.events) == 2
+    assert (played.tally.load_failed, played.tally.hit_tokens) == (1, 1024)
+
+
+async def test_what_a_request_computes_after_a_failed_load_is_saved() -> None:
+    rows = rows_of((1024, [1, 2]), (2560, [1, 2, 3, 4, 5]))
+    played = await play(rows, full(), failing(open_store("memory"), "get_open", times=1))
+    assert_right(played, 2)
+    assert played.tally.load_failed == 1
+    assert played.engine.stats().groups[0].saved == 5
+
+
+async def test_a_preempted_request_is_released_as_such_and_forgotten_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons: list[ReleaseReason] = []
+    release = Engine.release
+
+    async def spied(engine: Engine, request_id: str, reason: ReleaseReason) -> None:
+        reasons.append(reason)
+        await release(engine, request_id, reason)
+
+    monkeypatch.setattr(Engine, "release", spied)
+    rows = [r for r in chats(5, requests=40) if r.input_length < 3000]
+    pace = Pace(concurrency=5, chunk_tokens=600)
+    played = await play(rows, full(), open_store("memory"), pace=pace, local_blocks=13)
+    assert_right(played, len(rows))
+    assert reasons.count(ReleaseReason.PREEMPTED) == played.harness.scheduler.preempted_in_all > 0
+    assert reasons.count(ReleaseReason.FINISHED) == len(rows)
+    assert [actor.table.memory for actor in played.engine._groups.values()] == [{}]
+
+
+async def test_a_put_session_that_ended_in_no_way_is_a_violation() -> None:
+    played = await play(rows_of((20, [7])), full(), open_store("memory"))
+    stats = EngineStats(sessions=SessionStats(put_opened=9, put_committed=2, put_revoked=1))
+    played.harness._engine = SimpleNamespace(stats=lambda: stats)
+    played.harness._check_end()
+    assert played.harness.violations == ["9 put sessions were opened, 3 ended (I2)"]
 
 
 class FlipsAByte(MemoryStore):
@@ -378,3 +447,42 @@ def test_run_live_reports(tmp_path: Path) -> None:
     assert s.open_at_end == 0
     assert report.invariants.checked > 100
     assert outcome.samples[-1].completed == 30
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[MemoryStore]:
+    """The stores that live runs open."""
+    stores: list[MemoryStore] = []
+
+    def opening(name: str, **options: Any) -> MemoryStore:
+        store = open_store(name, **options)
+        assert isinstance(store, MemoryStore)
+        stores.append(store)
+        return store
+
+    monkeypatch.setattr(live, "open_store", opening)
+    return stores
+
+
+def sample_options(**change: Any) -> ReplayOptions:
+    return ReplayOptions(str(SAMPLE), FAMILIES["seed-example"].build(), requests=10, **change)
+
+
+def test_a_store_that_was_killed_to_the_end_is_closed_after_the_run(opened: list[MemoryStore]) -> None:
+    plan = FaultPlan((Fault(what="kill", call="*", nth=5),))
+    report = run_live(plan_replay(sample_options(faults=plan))).report
+    assert report.failures.injected > 0
+    assert [store.health().ok for store in opened] == [False]
+
+
+def test_a_run_that_fails_before_its_start_leaves_no_thread_and_no_open_store(
+    opened: list[MemoryStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def register(*_: int) -> None:
+        raise StoreError("register: no")
+
+    monkeypatch.setattr(MemoryStore, "register", register)
+    with pytest.raises(StoreError, match="register: no"):
+        run_live(plan_replay(sample_options()))
+    assert "kvactors-compute" not in [thread.name for thread in threading.enumerate()]
+    assert [store.health().ok for store in opened] == [False]

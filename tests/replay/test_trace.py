@@ -32,6 +32,7 @@ BAD_LINES = [
     (line(hash_ids=[]), "hash_ids", "0 ids"),
     ('{"timestamp": NaN, "input_length": 20, "hash_ids": [1]}', "timestamp", "finite"),  # aiperf#581
     ('{"timestamp": Infinity, "input_length": 20, "hash_ids": [1]}', "timestamp", "finite"),
+    (line(timestamp=10**400 - 1), "timestamp", "finite"),  # no float holds it
     (line(timestamp=...), "timestamp", "missing"),
     (line(input_length=...), "input_length", "missing"),
     (line(hash_ids=...), "hash_ids", "missing"),
@@ -119,6 +120,13 @@ def test_limit_stops_before_later_lines_are_read(tmp_path: Path) -> None:
     summary = scan_trace(path, limit=2)
     assert (summary.requests, summary.input_tokens, summary.max_input_length) == (2, 1300, 700)
     assert summary.longest == (700, 600)
+
+
+def test_the_64_longest_requests_are_noted(tmp_path: Path) -> None:
+    lengths = [1 + 37 * i % 70 for i in range(70)]
+    summary = scan_trace(write(tmp_path / "t.jsonl", *[line(input_length=n, hash_ids=[1]) for n in lengths]))
+    assert summary.longest == tuple(range(70, 6, -1))
+    assert (summary.requests, summary.max_input_length) == (70, 70)
 
 
 def test_output_length_may_be_absent(tmp_path: Path) -> None:

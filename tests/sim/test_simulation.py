@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 
-from kvactors.errors import ConfigError
+from kvactors.engine import Engine
+from kvactors.errors import ConfigError, StoreError
 from kvactors.simulate.faults import PRESETS
 from kvactors.simulate.run import Totals, command, run_seeds, scenario, shrink
+from kvactors.simulate.store import Mishap, SimulatedPool, SimulatedStore
 from kvactors.simulate.world import Outcomes, Scenario, World
 from tests.sim.corpus import CORPUS
 from tests.sim.mutants import MUTANTS
@@ -41,9 +44,40 @@ def test_seeds_that_found_something_once_stay_good(regression: Scenario) -> None
 
 @pytest.mark.parametrize("model", ["worked-example", "windows", "latent", "pp2", "tp2", "qwen3.5-9b"])
 def test_every_model_serves_requests(model: str) -> None:
-    outcomes = World(scenario(3, "none", requests=6 if model == "qwen3.5-9b" else 20, model=model)).run()
-    assert outcomes.violations == []
-    assert outcomes.saved > 0
+    requests = 6 if model == "qwen3.5-9b" else 20
+    runs = [World(scenario(seed, "none", requests=requests, model=model)).run() for seed in range(3, 6)]
+    assert [run.violations for run in runs] == [[], [], []]
+    assert all(run.saved for run in runs)
+    assert sum(run.loaded for run in runs) > 0
+
+
+def test_a_layout_with_a_boundary_of_many_blocks_is_loaded_too() -> None:
+    runs = [World(scenario(seed, "none", model="deepseek-v4-flash", requests=10)).run() for seed in range(3)]
+    assert [run.violations for run in runs] == [[], [], []]
+    assert sum(run.loaded for run in runs) > 0
+
+
+def test_a_lost_answer_is_that_of_a_call_that_was_carried_out() -> None:
+    pool = SimulatedPool(bytearray(256), 128, 128, lambda: 0.0, random.Random(0), lease_s=10.0)
+    store = SimulatedStore(pool, 0, lambda _call, _keys: Mishap({}, lost_answer=StoreError("lost")))
+    with pytest.raises(StoreError, match="lost"):
+        store.put_open(["k"], [8])
+    assert store.open_sessions() == ["put k"]
+    assert pool.touched == {"k"}
+
+
+def _runs_until_it_raises() -> None:
+    for seed in range(20):
+        World(scenario(seed, "none")).run()
+
+
+def test_a_load_outside_a_step_that_raises_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def load(*_: object) -> None:
+        raise RuntimeError("injected by the test")
+
+    monkeypatch.setattr(Engine, "load", load)
+    with pytest.raises(RuntimeError, match="injected by the test"):
+        _runs_until_it_raises()
 
 
 LOGS = """
@@ -80,6 +114,7 @@ def test_a_failing_run_gets_smaller_and_is_repeated_by_one_command(monkeypatch: 
     again = World(small).run()
     assert again.violations
     assert small.requests < failing.requests
+    assert small.most_faults is not None
     most_faults = "" if small.most_faults is None else f" --most-faults {small.most_faults}"
     assert command(small) == (
         f"kvactors simulate --seeds {small.seed}:{small.seed + 1} --faults {preset} --requests {small.requests}{most_faults}"

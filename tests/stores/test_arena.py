@@ -12,11 +12,13 @@ SLAB = 1 << 16
 
 def test_an_extent_of_the_same_size_is_used_again_first() -> None:
     arena = Arena(SLAB)
-    first, second, third = (arena.allocate(n) for n in (1024, 4096, 1024))
-    arena.free(first)
-    arena.free(third)
-    arena.free(second)  # all three are one extent again
-    assert arena.allocate(6144)[0][0] == first[0][0]
+    first, _, second, _, large, _ = (arena.allocate(n) for n in (1024, 64, 1024, 64, 4096, 64))  # live ones between them
+    for extents in (first, second, large):
+        arena.free(extents)
+    arena.check()
+    assert arena.allocate(1024) == second, "the newest, whose bytes are still in a cache"
+    assert arena.allocate(1024) == first
+    assert arena.allocate(1024)[0][0] == large[0][0], "else the smallest that fits"
     arena.check()
 
 

@@ -152,6 +152,9 @@ def test_close_frees_the_frozen() -> None:
     assert store.gates["gate"].arrived.wait(30)
     store.close()
     assert isinstance(call.result(), StoreError | list)
+    assert not store.store.health().ok
+    with pytest.raises(StoreError):
+        store.store.get_open(["a"], [8])
 
 
 def test_evict_removes_a_key_before_the_call() -> None:
@@ -191,6 +194,18 @@ def test_a_kill_may_raise_and_may_pass() -> None:
         with pytest.raises(StoreUnreachableError):
             store.get_open(["a"], [8])
     assert store.get_open(["a"], [8]) == [Outcome.NOT_FOUND]
+
+
+def test_what_is_due_in_the_call_of_a_kill_did_not_happen_and_is_due_again() -> None:
+    store = faulty(
+        Fault(what="outcome", call="get_open", outcome=FAILED, times=1),
+        Fault(what="kill", call="get_open", nth=1, calls=1),
+    )
+    assert store.get_open(["a"], [8]) == [UNREACHABLE]
+    assert (store.injected, store.counts) == (1, {"kill": 1})
+    assert store.get_open(["a"], [8]) == [FAILED]
+    assert store.get_open(["a"], [8]) == [Outcome.NOT_FOUND]
+    assert store.counts == {"kill": 1, "outcome": 1}
 
 
 def test_a_test_may_kill_by_hand() -> None:

@@ -82,6 +82,36 @@ def test_what_was_read_last_is_evicted_last(clock: ManualClock, buffer: Buffer) 
         commit(store, new)
 
 
+def test_of_two_leased_objects_the_one_renewed_last_is_evicted_last(clock: ManualClock, buffer: Buffer) -> None:
+    store = make(clock, buffer, 200, watermark=0.0)
+    commit(store, *"ab")
+    store.readable(["a", "b"])
+    store.readable(["a"])
+    clock.advance(store.lease_s)
+    for new, gone in (("x", "b"), ("y", "a")):
+        assert store.put_open([new], [100]) == [NO_SPACE]
+        assert not store.contains(gone)
+        commit(store, new)
+
+
+@pytest.mark.parametrize("capacity", [None, 10_000])
+@pytest.mark.parametrize("error", [MemoryError, OSError])
+def test_a_machine_without_memory_evicts_although_the_capacity_has_room(
+    clock: ManualClock, buffer: Buffer, monkeypatch: pytest.MonkeyPatch, capacity: int | None, error: type[Exception]
+) -> None:
+    store = make(clock, buffer, capacity)
+    commit(store, *"abc")
+
+    def allocate(_: int) -> None:
+        raise error
+
+    with monkeypatch.context() as full:
+        full.setattr(store.pool.arena, "allocate", allocate)
+        assert store.put_open(["x"], [150]) == [NO_SPACE]
+    assert [key for key in "abc" if store.contains(key)] == ["c"]
+    assert store.put_open(["x"], [150]) == [OK]
+
+
 def test_leases_protect_and_a_fresh_commit_has_none(clock: ManualClock, buffer: Buffer) -> None:
     store = make(clock, buffer, 300, watermark=0.0)
     commit(store, *"abc")
