@@ -14,7 +14,7 @@ from typing import Any
 
 from kvactors.actors.actor import Actor
 from kvactors.actors.draining import DrainExpired, Draining
-from kvactors.actors.log import get_logger
+from kvactors.log import get_logger
 from kvactors.actors.lookups import Find, LookupDone, LookupExpired, Lookups
 from kvactors.actors.mailbox import Mailbox
 from kvactors.actors.pool import TransferPool

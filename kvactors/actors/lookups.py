@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvactors.actors.log import get_logger
+from kvactors.log import get_logger
 from kvactors.actors.mailbox import Mailbox
 from kvactors.actors.pool import TransferPool
 from kvactors.core.queue import Priority

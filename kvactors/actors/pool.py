@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from kvactors.actors.actor import Post
 from kvactors.actors.audit import AuditedStore
 from kvactors.actors.latch import Latch
-from kvactors.actors.log import get_logger
+from kvactors.log import get_logger
 from kvactors.core.clock import Clock
 from kvactors.core.config import EngineConfig
 from kvactors.core.observe import Observer, Span

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Sequence
 
-from kvactors.actors.log import get_logger
+from kvactors.log import get_logger
 from kvactors.core.saves import RangeCall
 from kvactors.core.sessions import Owner
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvactors.actors.log import get_logger
+from kvactors.log import get_logger
 from kvactors.actors.mailbox import Mailbox
 from kvactors.actors.pool import TransferPool
 from kvactors.core.circuit import Circuit

@@ -13,7 +13,7 @@ from kvactors.actors.actor import Actor
 from kvactors.actors.group import AbandonNow, GroupActor
 from kvactors.actors.group_step import per_call
 from kvactors.actors.loader import NO_ANSWER
-from kvactors.actors.log import get_logger
+from kvactors.log import get_logger
 from kvactors.actors.put_opens import Cleaned, ReadableDone, revoke_unowned
 from kvactors.actors.saver import end_of_revoke
 from kvactors.actors.step_state import StepState

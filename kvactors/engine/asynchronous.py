@@ -18,7 +18,7 @@ from kvactors.actors.audit import AuditedStore
 from kvactors.actors.coordinator import Coordinator
 from kvactors.actors.group import GroupActor
 from kvactors.actors.latch import Latch, SaveGate
-from kvactors.actors.log import get_logger
+from kvactors.log import get_logger
 from kvactors.actors.pool import Executor, TransferPool
 from kvactors.actors.range_debug import RangeDebug
 from kvactors.actors.range_debug import wanted as range_debug_wanted

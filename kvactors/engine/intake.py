@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from kvactors.actors.latch import Latch
-from kvactors.actors.log import get_logger
+from kvactors.log import get_logger
 from kvactors.actors.step_state import StepState
 from kvactors.core.admission import loads_into_others, problem_of
 from kvactors.core.layout import KVLayout

@@ -17,8 +17,9 @@ PACKAGE = Path(__file__).parents[2] / "kvactors"
 
 ANY = frozenset({"any"})
 ROOMS: dict[str, frozenset[str]] = {
-    # room: the other rooms it may import; errors are open to all
+    # room: the other rooms it may import; errors are open to all, and log to all but core
     "errors": frozenset(),
+    "log": frozenset(),
     "textfiles": frozenset(),
     "core": frozenset(),
     "messages": frozenset({"core"}),
@@ -107,7 +108,8 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
         top = name.split(".")[0]
         if top == "kvactors":
             target = room_of(name)
-            if allowed is not ANY and target not in {room, "errors"} and target not in allowed:
+            everywhere = {room, "errors"} if room == "core" else {room, "errors", "log"}
+            if allowed is not ANY and target not in everywhere and target not in allowed:
                 found.append(f"{module}:{line}: {room} must not import {name}")
         elif allowed is not ANY and room not in HOMES.get(top, {room}):
             found.append(f"{module}:{line}: {room} must not import {name}; it belongs in {sorted(HOMES[top])}")
