@@ -27,6 +27,7 @@ from typing import Any, Generic, TypeVar
 from kvactors.core.events import DeviceEvent
 from kvactors.core.queue import Priority
 from kvactors.core.reachability import Hit
+from kvactors.core.riders import joined
 from kvactors.core.saves import RangeCall
 from kvactors.core.sessions import GetSession, PutSession
 from kvactors.core.steps import FailedLoad, GroupBlocks, Phase, ReleaseReason, StepRequest
@@ -245,6 +246,11 @@ class Job(ABC):
         """How many outcomes the call answers with."""
 
     @property
+    def parts(self) -> Sequence[Job]:
+        """The jobs that its call answers: itself, or the transfers that were joined."""
+        return (self,)
+
+    @property
     def label(self) -> str:
         return type(self).__name__.lower()
 
@@ -263,8 +269,46 @@ class Transfer(Job):
         return len(self.call.batch.keys)
 
     @property
+    def parts(self) -> Sequence[Transfer]:
+        return (self,)
+
+    @property
     def label(self) -> str:
         return f"{self.kind.value} ranges"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class JoinedTransfer(Transfer):
+    """Several layers of the same rows in one store call. Made by the pool for a worker, and known to nobody else: each of the
+    joined transfers gets an answer of its own."""
+
+    joined: Sequence[Transfer]
+
+    @classmethod
+    def of(cls, parts: Sequence[Transfer]) -> JoinedTransfer:
+        first = parts[0]
+        return cls(
+            reply=_never,
+            priority=first.priority,
+            group_id=first.group_id,
+            step=first.step,
+            layer=first.layer,
+            distance=first.distance,
+            epoch=min(p.epoch for p in parts),
+            kind=first.kind,
+            call=joined([p.call for p in parts]),
+            object_bytes=first.object_bytes,
+            oldest_s=min(p.oldest_s for p in parts),
+            joined=parts,
+        )
+
+    @property
+    def parts(self) -> Sequence[Transfer]:
+        return self.joined
+
+
+def _never(done: TransferDone) -> None:
+    raise AssertionError(f"{done.job.label}: the parts of a joined transfer are answered, not the whole")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -328,6 +372,13 @@ class TransferDone:
     epoch: int
     error: BaseException | None = None
     late: bool = False
+
+    def answers(self) -> list[TransferDone]:
+        """The answer of each job that the call was made for: the same outcomes, since all have the same keys."""
+        parts = self.job.parts
+        if len(parts) == 1:
+            return [self]
+        return [TransferDone(p, list(self.outcomes), self.started_s, self.ended_s, self.epoch, self.error) for p in parts]
 
 
 @dataclass(slots=True, eq=False)

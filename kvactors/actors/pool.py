@@ -6,6 +6,9 @@ is not on the way from one transfer to the next.
 
 Replies are posted under the pool's lock: whoever looks (`jobs_of`) sees a job, or finds its reply in the mailbox, and the
 answer of a lost call always stands before its late return.
+
+Where a store has ranges that can be too short, a transfer takes riders along from the queue (`core/riders.py`). From there to
+its answer the call is one job, with a deadline of its own; whoever asks for jobs, and whatever is answered, knows its parts.
 """
 
 from __future__ import annotations
@@ -20,14 +23,15 @@ from typing import Any, Protocol
 from kvactors.actors.actor import Post
 from kvactors.actors.audit import AuditedStore
 from kvactors.actors.latch import Latch
-from kvactors.log import get_logger
 from kvactors.core.clock import Clock
 from kvactors.core.config import EngineConfig
 from kvactors.core.observe import Observer, Span
 from kvactors.core.queue import LOADS_ONLY, Priority, TransferQueue
+from kvactors.core.riders import Riders
 from kvactors.core.store import Outcome, Store
 from kvactors.errors import StoreUnreachableError
-from kvactors.messages import Ask, Close, Commit, Job, Kind, Open, Revoke, StoreLost, Transfer, TransferDone
+from kvactors.log import get_logger
+from kvactors.messages import Ask, Close, Commit, Job, JoinedTransfer, Kind, Open, Revoke, StoreLost, Transfer, TransferDone
 
 log = get_logger("kvactors.pool")
 
@@ -75,11 +79,14 @@ class TransferPool:
         self._audit = audit
         self.epoch = 0
         self.lost_workers = 0
+        self.joined_transfers = 0
         self.peak_running = 0
         self._config, self._clock, self._executor = config, clock, executor
         self._observer, self._on_store_lost = observer, on_store_lost
         self._lock = threading.Lock()
         self._queue: TransferQueue[Job] = TransferQueue()
+        good_range_bytes = getattr(self.store, "good_range_bytes", 0)
+        self._riders = Riders[Transfer](good_range_bytes, config.max_transfer_bytes) if good_range_bytes > 0 else None
         self._gated: dict[int, Job] = {}
         self._running: dict[Worker, tuple[Job, float]] = {}
         self._late: dict[Worker, Job] = {}
@@ -132,7 +139,7 @@ class TransferPool:
             return job.step == step and isinstance(job, Transfer) and group_id in (None, job.group_id)
 
         with self._lock:
-            jobs = self._queue.remove(unwanted)
+            jobs = self._unqueue(unwanted)
             jobs += [self._gated.pop(key) for key, job in list(self._gated.items()) if unwanted(job)]
             replies = [self._post(job, Outcome.CANCELLED) for job in jobs]
         _settle(replies)
@@ -140,20 +147,21 @@ class TransferPool:
     def jobs_of(self, group_id: int) -> list[Job]:
         """Every job of a group that has not been answered."""
         with self._lock:
-            jobs = [*self._queue, *self._gated.values(), *(j for j, _ in self._running.values())]
+            running = [part for job, _ in self._running.values() for part in job.parts]
+            jobs = [*self._queue, *self._gated.values(), *running]
         return [j for j in jobs if j.group_id == group_id]
 
     def lost_of(self, group_id: int) -> list[Job]:
         """Jobs of a group that were given up, and whose calls may still return."""
         with self._lock:
-            return [j for j in self._late.values() if j.group_id == group_id]
+            return [part for job in self._late.values() for part in job.parts if part.group_id == group_id]
 
     def stop(self) -> Latch:
         """No job starts any more; queued ones are answered `CANCELLED`. The latch opens when no call is under way."""
         at_rest = Latch()
         with self._lock:
             self._stopped = True
-            jobs = self._queue.remove(lambda _: True) + list(self._gated.values())
+            jobs = self._unqueue(lambda _: True) + list(self._gated.values())
             self._gated.clear()
             replies = [self._post(job, Outcome.CANCELLED) for job in jobs]
             self._at_rest = at_rest
@@ -177,6 +185,8 @@ class TransferPool:
                 if worker not in self._idle:
                     self._idle.append(worker)
             else:
+                if self._riders is not None and isinstance(job, Transfer):
+                    job = self._with_riders(job, self._riders)
                 self._running[worker] = (job, self._clock.now())
                 self.peak_running = max(self.peak_running, len(self._running))
         return job
@@ -195,15 +205,18 @@ class TransferPool:
         """Answers a job whose call returned; the answer is late if the call had been given up."""
         self._observe(worker, done)
         self._note_store(done)
+        answers = done.answers()
         with self._lock:
-            done.late = self._running.pop(worker, None) is None
+            late = self._running.pop(worker, None) is None
             if self._late.pop(worker, None) is not None and self._missing[worker.loads_only]:
                 self._missing[worker.loads_only] -= 1
                 worker.lost = False
-            _reply(done)
+            for answer in answers:
+                answer.late = late
+                _reply(answer)
             if self._at_rest is not None and not self._running and not self._late:
                 self._at_rest.open()
-        _settle([done])
+        _settle(answers)
 
     @property
     def stopped(self) -> bool:
@@ -221,11 +234,31 @@ class TransferPool:
         if self._stopped or not self._has_worker(job):
             return [self._post(job, Outcome.CANCELLED if self._stopped else Outcome.NOT_STARTED)]
         self._queue.push(job)
+        if self._riders is not None and isinstance(job, Transfer):
+            self._riders.add(job)
         worker = next((w for w in self._idle if not w.loads_only or job.priority in LOADS_ONLY), None)
         if worker is not None:
             self._idle.remove(worker)
             self._executor.wake(worker)
         return []
+
+    def _with_riders(self, first: Transfer, waiting: Riders[Transfer]) -> Transfer:
+        """What goes in one call, with the lock held: the transfer alone, or joined with those that continue it."""
+        riders = waiting.pick(first)
+        if not riders:
+            return first
+        for rider in riders:
+            self._queue.take(rider)
+        self.joined_transfers += len(riders)
+        return JoinedTransfer.of([first, *riders])
+
+    def _unqueue(self, unwanted: Callable[[Job], bool]) -> list[Job]:
+        jobs = self._queue.remove(unwanted)
+        if self._riders is not None:
+            for job in jobs:
+                if isinstance(job, Transfer):
+                    self._riders.discard(job)
+        return jobs
 
     def _has_worker(self, job: Job) -> bool:
         general = self._config.workers > self._missing[False]
@@ -300,7 +333,8 @@ class TransferPool:
             renewed_at = self._clock.now()
             answers = store.get_open(keys, [job.object_bytes] * len(keys))
             gone = {k: o for k, o in zip(keys, answers, strict=True) if o is not Outcome.OK}
-            job.oldest_s = renewed_at
+            for each in (job, *job.parts):
+                each.oldest_s = renewed_at
         outcomes = store.get_ranges(batch)
         if self._clock.now() - job.oldest_s > store.lease_s:
             return [Outcome.LEASE_EXPIRED] * job.count
@@ -358,7 +392,7 @@ class TransferPool:
         fresh: list[tuple[Worker, Worker]] = []
         with self._lock:
             for worker, job in [(w, j) for w, (j, start) in self._running.items() if now >= start + limit]:
-                replies.append(self._post(job, Outcome.LOST))
+                replies += [self._post(part, Outcome.LOST) for part in job.parts]
                 del self._running[worker]
                 self._late[worker] = job
                 worker.lost = True
@@ -371,7 +405,7 @@ class TransferPool:
                 if now >= job.deadline_s:
                     del self._gated[key]
                     replies.append(self._post(job, Outcome.EVENT_LOST))
-            stuck = self._queue.remove(lambda j: now >= j.deadline_s or not self._has_worker(j))
+            stuck = self._unqueue(lambda j: now >= j.deadline_s or not self._has_worker(j))
             replies += [self._post(job, Outcome.NOT_STARTED) for job in stuck]
             dues = [start + limit for _, start in self._running.values()]
             dues += [j.deadline_s for j in self._gated.values()] + [j.deadline_s for j in self._queue]
@@ -404,5 +438,7 @@ def _span_args(job: Job, outcomes: list[Outcome]) -> dict[str, Any]:
     args: dict[str, Any] = {"group": job.group_id, "step": job.step, "keys": job.count}
     if isinstance(job, Transfer):
         args |= {"layer": job.layer, "bytes": job.call.batch.nbytes_per_key * job.count}
+        if len(job.parts) > 1:
+            args["layers"] = len(job.parts)
     failed = job.count - outcomes.count(Outcome.OK)
     return args | {"failed": failed} if failed else args

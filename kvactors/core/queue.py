@@ -6,8 +6,7 @@ worker for loads only never takes a save, so that saves can never block a load. 
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Generic, Protocol, TypeVar
@@ -39,56 +38,75 @@ class TransferQueue(Generic[J]):
     """Jobs by priority; first in, first out within one, except prefetches, which go by distance."""
 
     def __init__(self) -> None:
-        self._fifo: dict[Priority, deque[J]] = {p: deque() for p in Priority if p is not Priority.PREFETCH}
-        self._prefetch: list[tuple[int, int, J]] = []
-        self._sequence = 0
+        self._fifo: dict[Priority, OrderedDict[J, None]] = {p: OrderedDict() for p in Priority if p is not Priority.PREFETCH}
+        self._prefetch: dict[int, OrderedDict[J, None]] = {}
+        """by distance; a distance without jobs has no entry"""
+        self._count = 0
         self.peak = 0
 
     def push(self, job: J) -> None:
-        if job.priority is Priority.PREFETCH:
-            self._sequence += 1
-            heapq.heappush(self._prefetch, (job.distance, self._sequence, job))
+        if job.priority is not Priority.PREFETCH:
+            self._fifo[job.priority][job] = None
+        elif job.distance in self._prefetch:
+            self._prefetch[job.distance][job] = None
         else:
-            self._fifo[job.priority].append(job)
-        self.peak = max(self.peak, len(self))
+            self._prefetch[job.distance] = OrderedDict({job: None})
+        self._count += 1
+        self.peak = max(self.peak, self._count)
 
     def pop(self, loads_only: bool) -> J | None:
         """The next job for a general worker, or for one that takes loads only."""
         for priority in LOADS_ONLY if loads_only else Priority:
             if priority is Priority.PREFETCH:
                 if self._prefetch:
-                    return heapq.heappop(self._prefetch)[2]
+                    return self._pop_prefetch()
             elif self._fifo[priority]:
-                return self._fifo[priority].popleft()
+                self._count -= 1
+                return self._fifo[priority].popitem(last=False)[0]
         return None
+
+    def _pop_prefetch(self) -> J:
+        nearest = min(self._prefetch)
+        jobs = self._prefetch[nearest]
+        job = jobs.popitem(last=False)[0]
+        if not jobs:
+            del self._prefetch[nearest]
+        self._count -= 1
+        return job
 
     def promote(self, wanted: Callable[[J], bool]) -> None:
         """Turns the prefetches that a compute thread now waits for into demanded loads."""
-        rest = []
-        for item in sorted(self._prefetch, key=lambda i: i[:2]):
-            if wanted(item[2]):
-                item[2].priority = Priority.DEMANDED
-                self._fifo[Priority.DEMANDED].append(item[2])
-            else:
-                rest.append(item)
-        self._prefetch = rest
+        for job in [j for j in self._prefetches() if wanted(j)]:
+            self.take(job)
+            job.priority = Priority.DEMANDED
+            self.push(job)
+
+    def take(self, job: J) -> None:
+        """Takes out one job, wherever it stands."""
+        self._count -= 1
+        if job.priority is not Priority.PREFETCH:
+            del self._fifo[job.priority][job]
+            return
+        of_distance = self._prefetch[job.distance]
+        del of_distance[job]
+        if not of_distance:
+            del self._prefetch[job.distance]
 
     def remove(self, unwanted: Callable[[J], bool]) -> list[J]:
         """Takes out every job for which `unwanted` holds."""
         removed = [j for j in self if unwanted(j)]
-        if removed:
-            gone = set(map(id, removed))
-            for priority, queue in self._fifo.items():
-                self._fifo[priority] = deque(j for j in queue if id(j) not in gone)
-            self._prefetch = [item for item in self._prefetch if id(item[2]) not in gone]
-            heapq.heapify(self._prefetch)
+        for job in removed:
+            self.take(job)
         return removed
 
+    def _prefetches(self) -> Iterator[J]:
+        for distance in sorted(self._prefetch):
+            yield from self._prefetch[distance]
+
     def __len__(self) -> int:
-        return sum(map(len, self._fifo.values())) + len(self._prefetch)
+        return self._count
 
     def __iter__(self) -> Iterator[J]:
         for queue in self._fifo.values():
             yield from queue
-        for item in sorted(self._prefetch, key=lambda i: i[:2]):
-            yield item[2]
+        yield from self._prefetches()

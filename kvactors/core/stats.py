@@ -57,6 +57,8 @@ class EngineStats:
     bad_requests: int = 0
     """requests of a step that were left out because their block lists contradict themselves"""
     lost_workers: int = 0
+    joined_transfers: int = 0
+    """layers' transfers that went in the store call of an earlier layer"""
     circuit: str = "closed"
     peak_pending_saves: int = 0
     poisoned_keys: list[str] = field(default_factory=list)

@@ -96,6 +96,10 @@ class Store(Protocol):
 
     A range outcome is OK only if every byte of every range of that key was moved. Implementations never raise for one
     key's trouble; they raise `StoreError` when the call as a whole cannot be made.
+
+    A store may also have `good_range_bytes: int`, which the engine reads once: how long a range must be for its fixed cost not
+    to matter. Layers that wait are then joined up to that length in one call (`core/riders.py`). Without it, or with 0, ranges
+    of any size are as good, and nothing is joined. It is no part of the protocol: stores without it stay stores.
     """
 
     name: str

@@ -18,7 +18,6 @@ from kvactors.actors.audit import AuditedStore
 from kvactors.actors.coordinator import Coordinator
 from kvactors.actors.group import GroupActor
 from kvactors.actors.latch import Latch, SaveGate
-from kvactors.log import get_logger
 from kvactors.actors.pool import Executor, TransferPool
 from kvactors.actors.range_debug import RangeDebug
 from kvactors.actors.range_debug import wanted as range_debug_wanted
@@ -45,6 +44,7 @@ from kvactors.engine.driver import StepDriver
 from kvactors.engine.intake import Answer, Intake
 from kvactors.engine.steps import Step
 from kvactors.errors import ConfigError, DrainTimeout, EngineClosedError, EngineDeadError, EngineError, StepError
+from kvactors.log import get_logger
 from kvactors.messages import (
     BeginStep,
     Drain,
@@ -469,6 +469,7 @@ class Engine:
             groups={g: dataclasses.replace(s) for g, s in self._stats.groups.items()},
             sessions=dataclasses.replace(self._stats.sessions),
             lost_workers=self._pool.lost_workers,
+            joined_transfers=self._pool.joined_transfers,
             peak_pending_saves=self.gate.peak,
             poisoned_keys=sorted(k for t in tables for k in list(t.poisoned)),
             abandoned_keys=sorted(k for t in tables for k in list(t.abandoned)),

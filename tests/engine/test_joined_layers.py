@@ -1,0 +1,51 @@
+"""Layers that waited for a worker are saved in one store call, and load again as they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvactors.core.store import RangeBatch
+from kvactors.stores.fault_plan import Fault
+from kvactors.stores.memory import MemoryStore
+from tests.engine.rig import Rig, arrived, full_layout, hashes
+from tests.engine.test_late_answers import until
+
+LAYERS = 6
+
+
+class Coarse(MemoryStore):
+    """A store for which short ranges are dear."""
+
+    good_range_bytes = 1 << 20
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ranges_put: list[int] = []
+
+    def put_ranges(self, batch: RangeBatch) -> Any:
+        self.ranges_put.append(len(batch.sizes))
+        return super().put_ranges(batch)
+
+
+async def test_layers_that_wait_for_a_busy_store_are_saved_in_one_call() -> None:
+    store = Coarse()
+    faults = [Fault(what="freeze", call="put_ranges", nth=1)]
+    async with Rig(full_layout(layers=LAYERS), faults, config={"workers": 1}, inner=store) as rig:
+        fine = hashes(3)
+        request = rig.request("a", fine, save={0: [0, 1, 2]})
+        step = rig.engine.begin_step([request])
+        for layer in range(LAYERS):
+            rig.compute(layer, request)
+            step.layer_ready(layer)
+            if layer == 0:
+                await arrived(rig.store.gates["gate"])
+        await until(rig, lambda: len(rig.engine._pool.jobs_of(0)) == LAYERS)
+        rig.store.release()
+        await step.end()
+        await step.settled()
+        assert rig.committed(0, fine) == [0, 1, 2]
+        assert store.ranges_put == [2, 2 * (LAYERS - 1)]
+        assert rig.engine.stats().joined_transfers == LAYERS - 2
+        again = rig.request("b", fine, load={0: [0, 1, 2]}, first_id=9)
+        await rig.run(again)
+        assert rig.loaded_right(again)
