@@ -32,6 +32,7 @@ class Totals:
     steps: int = 0
     saved: int = 0
     loaded: int = 0
+    joined: int = 0
     failing: int = 0
     injected: Counter[str] = field(default_factory=Counter)
     presets: Counter[str] = field(default_factory=Counter)
@@ -45,6 +46,7 @@ class Totals:
         self.steps += o.steps
         self.saved += o.saved
         self.loaded += o.loaded
+        self.joined += o.joined
         self.failing += bool(o.violations)
         self.injected.update(o.injected)
         self.presets[o.scenario.faults] += 1

@@ -143,11 +143,18 @@ class SimulatedStore:
     name = "simulated"
     put_safe_age_s = DISCARD_S / 2
 
-    def __init__(self, pool: SimulatedPool, client: int, trouble: Callable[[str, Sequence[str]], Mishap]) -> None:
+    def __init__(
+        self,
+        pool: SimulatedPool,
+        client: int,
+        trouble: Callable[[str, Sequence[str]], Mishap],
+        good_range_bytes: int = 0,
+    ) -> None:
         self.pool, self.client = pool, client
         self.epoch: Callable[[], int] = lambda: 0
         """how many losses the client's engine knows of"""
         self.lease_s = pool.lease_s
+        self.good_range_bytes = good_range_bytes
         self._trouble = trouble
         self._puts: dict[str, _Session] = {}
         self._gets: dict[str, _Session] = {}

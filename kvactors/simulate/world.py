@@ -34,6 +34,8 @@ from kvactors.simulate.workers import SimulatedWorkers, Speed
 LOCAL_BLOCKS = 48
 """Of each group: few, so that requests wait for blocks and preempt each other."""
 CALL_DEADLINE_S = 5.0
+GOOD_RANGE_BYTES = (0, 0, 20, 1 << 20)
+"""What a run's store calls a good range: nothing is joined, a few layers are, or as many as the limits of a call allow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ class Outcomes:
     steps: int = 0
     saved: int = 0
     loaded: int = 0
+    joined: int = 0
+    """transfers of layers that went in another's store call"""
     model: str = ""
 
 
@@ -145,6 +149,7 @@ class World:
             lease_s=1.0 if rates.lease else 10.0,
         )
         self.pool.sloppy_leases = rates.lease
+        self.good_range_bytes = rng("ranges").choice(GOOD_RANGE_BYTES)
         half = scenario.requests // instances
         shares = [scenario.requests - half * (instances - 1), half]
         self.drivers = [
@@ -178,7 +183,7 @@ class World:
         for i, rank in enumerate(ranks):
             base = local_bytes * (number * len(ranks) + i)
             local = LocalBlocks(rank.layout, rank.tp_rank, memory, base, self.local_blocks, rng)
-            store = SimulatedStore(self.pool, number * len(ranks) + i, self._store_trouble)
+            store = SimulatedStore(self.pool, number * len(ranks) + i, self._store_trouble, self.good_range_bytes)
             workers = SimulatedWorkers(self.loop, Speed(), random.Random(rng.random()), self._delay_s)
             stream = Stream(self.loop)
             engine = Engine(
@@ -275,6 +280,7 @@ class World:
                 stats = engine.stats()
                 out.saved += sum(g.saved for g in stats.groups.values())
                 out.loaded += sum(g.loaded for g in stats.groups.values())
+                out.joined += stats.joined_transfers
             if self.violations:
                 out.story += driver.story(self.violations[0])
         return out

@@ -25,13 +25,14 @@ from kvactors.core import loads as core_loads
 from kvactors.core.coverage import Coverage
 from kvactors.core.ranges import LayerRanges
 from kvactors.core.reachability import Reachability
+from kvactors.core.riders import Riders
 from kvactors.core.saves import StepSaves
 from kvactors.core.sessions import PutEvent, PutSession, SessionTable
 from kvactors.core.steps import Phase
 from kvactors.core.store import Outcome
 from kvactors.core.taint import Taints
 from kvactors.engine.driver import StepDriver
-from kvactors.messages import Commit, EndGroup, Kind, LayerReady, Transfer
+from kvactors.messages import Commit, EndGroup, Kind, LayerReady, Transfer, TransferDone
 
 Patch = pytest.MonkeyPatch
 MUTANTS: dict[str, tuple[Callable[[Patch], None], str]] = {}
@@ -418,3 +419,40 @@ def skipped_loads_count_as_loaded(patch: Patch) -> None:
             real(self, request_id, layer, blocks, reason)
 
     patch.setattr(StepState, "fail", fail)
+
+
+@mutant("none")
+def only_the_first_layer_of_a_joined_call_is_answered(patch: Patch) -> None:
+    real = TransferDone.answers
+    patch.setattr(TransferDone, "answers", lambda self: real(self)[:1])
+
+
+@mutant("flaky-keys")
+def outcomes_of_a_joined_call_are_shifted(patch: Patch) -> None:
+    """The layers that ride along get the outcomes of the next key."""
+    real = TransferDone.answers
+
+    def answers(self: Any) -> Any:
+        first, *riders = real(self)
+        for done in riders:
+            done.outcomes = [*done.outcomes[1:], *done.outcomes[:1]]
+        return [first, *riders]
+
+    patch.setattr(TransferDone, "answers", answers)
+
+
+@mutant("none")
+def a_rider_of_other_rows_is_taken(patch: Patch) -> None:
+    from kvactors.core import riders
+
+    def place(job: Any, piece: int) -> Any:
+        return job.kind, job.group_id, job.step, piece, len(job.call.rows)
+
+    patch.setattr(riders, "_place", place)
+    patch.setattr(riders, "_same_way", lambda first, job: first.priority is job.priority)
+
+
+@mutant("none")
+def riders_beyond_the_limits_of_a_call(patch: Patch) -> None:
+    real = Riders.__init__
+    patch.setattr(Riders, "__init__", lambda self, good, limit: real(self, good, 0))

@@ -33,6 +33,7 @@ def test_a_thousand_seeds_over_all_presets_break_nothing() -> None:
     assert totals.events / SEEDS >= 200
     assert totals.saved > 0
     assert totals.loaded > 0
+    assert totals.joined > SEEDS, "layers ride in each other's calls"
     kinds = set(totals.injected)
     assert kinds >= {"key", "short", "raises", "dies", "spike", "freeze", "evict", "kill", "event_lost", "slow", "crash"}
 
