@@ -1,4 +1,4 @@
-"""Stores: the embedded one, a wrapper that injects faults, and the sizes of their configuration."""
+"""Stores: the embedded one, a real Mooncake pool, a wrapper that injects faults, and the sizes of their configuration."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from kvactors.errors import ConfigError
 from kvactors.stores.fault_plan import PRESETS, Fault, FaultPlan
 from kvactors.stores.faulty import FaultyStore
 from kvactors.stores.memory import MemoryStore
+from kvactors.stores.mooncake import LocalMaster, MooncakeConfig, MooncakeStore
 from kvactors.stores.pool import MemoryPool
 from kvactors.stores.sizes import parse_size
 
@@ -18,8 +19,11 @@ __all__ = [
     "Fault",
     "FaultPlan",
     "FaultyStore",
+    "LocalMaster",
     "MemoryPool",
     "MemoryStore",
+    "MooncakeConfig",
+    "MooncakeStore",
     "open_store",
     "parse_size",
 ]
@@ -30,7 +34,8 @@ BACKENDS = ("memory", "mooncake")
 def open_store(name: str, **options: Any) -> Store:
     """The store of a `backend` setting, made with the options of its class.
 
-    ConfigError for a name that is not in `BACKENDS`, and for options that the store does not have.
+    ConfigError for a name that is not in `BACKENDS`, and for options that the store does not have; StoreUnreachableError when
+    no master answers.
     """
     if name == "memory":
         try:
@@ -38,5 +43,5 @@ def open_store(name: str, **options: Any) -> Store:
         except TypeError as error:
             raise ConfigError(f"backend 'memory': {error}") from error
     if name == "mooncake":
-        raise ConfigError("backend 'mooncake' is not part of this version of kvactors yet; use 'memory'")
+        return MooncakeStore(**options)
     raise ConfigError(f"backend = {name!r}: not supported; use one of {', '.join(BACKENDS)}")

@@ -39,6 +39,10 @@ class Regions:
     def __len__(self) -> int:
         return len(self._sizes)
 
+    def __contains__(self, address: int) -> bool:
+        """Whether a region starts there."""
+        return address in self._sizes
+
     def with_region(self, address: int, nbytes: int) -> Regions:
         """Raises StoreError for an empty or overlapping region, or one outside the user address space."""
         address, nbytes = int(address), int(nbytes)

@@ -1,0 +1,204 @@
+"""The native Mooncake client, guarded: no call before set-up or after close, and no answer of the wrong shape gets through.
+
+A native client that was not set up, or was closed, may crash the process; and what it answers then may be a short list.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any
+
+from kvactors.errors import ConfigError, StoreError, StoreUnreachableError
+from kvactors.log import get_logger
+from kvactors.stores.mooncake.config import MooncakeConfig
+
+log = get_logger("kvactors.mooncake")
+
+DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
+"""Packages that have the client."""
+
+LIBRARIES = {
+    "ibverbs": "libibverbs1",
+    "numa": "libnuma1",
+    "curl": "libcurl4",
+    "nl-3": "libnl-3-200",
+    "nl-route-3": "libnl-route-3-200",
+}
+"""Shared libraries that the client loads, and the Debian packages that have them."""
+
+SESSION_CALLS = (
+    "batch_put_session_start",
+    "batch_put_from_multi_buffer_ranges",
+    "batch_put_session_end",
+    "batch_put_session_revoke",
+    "batch_get_session_start",
+    "batch_get_into_multi_buffer_ranges",
+    "batch_get_session_end",
+)
+
+INSTALL = "pip install 'mooncake-transfer-engine-non-cuda>=0.3.13'"
+
+_left_open: list[Any] = []
+"""clients whose calls did not return: never destroyed, because such a call may still use them"""
+
+
+def installed_version() -> tuple[str, str] | None:
+    """The distribution that has the client, and its version."""
+    for name in DISTRIBUTIONS:
+        try:
+            return name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def native_module() -> Any:
+    """The client's module. ConfigError when it is missing, cannot be loaded, or is older than the session calls."""
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # its other lines go to stderr, dozens a client
+    try:
+        module = importlib.import_module("mooncake.store")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the Mooncake client is not installed; {INSTALL}") from error
+    except ImportError as error:
+        packages = " ".join(LIBRARIES.values())
+        raise ConfigError(f"the Mooncake client cannot be loaded: {error}; try: apt-get install {packages}") from error
+    check_sessions(module)
+    return module
+
+
+def check_sessions(module: Any) -> None:
+    """ConfigError unless the client has the session calls, which came with 0.3.13."""
+    missing = [call for call in SESSION_CALLS if not hasattr(module.MooncakeDistributedStore, call)]
+    if missing:
+        name, version = installed_version() or ("mooncake", "of unknown version")
+        raise ConfigError(f"{name} {version} is too old, it has no {missing[0]}; {INSTALL}")
+
+
+class Client:
+    """A native client that was set up. Calls may come from any thread; `close` waits for them.
+
+    Args:
+        native: a native client that was set up already (tests); None = make one and set it up.
+
+    Raises:
+        ConfigError: see `native_module`.
+        StoreUnreachableError: the master does not answer, or refuses this client.
+    """
+
+    def __init__(self, config: MooncakeConfig, native: Any = None) -> None:
+        self._close_deadline_s = config.close_deadline_s
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self._closed = False
+        self.replication: Any = None
+        if native is None:
+            module = native_module()
+            native = _set_up(module, config)
+            self.replication = _replication(module, config)
+        self._native = native
+
+    @contextmanager
+    def _call(self, name: str) -> Iterator[Any]:
+        with self._changed:
+            if self._closed:
+                raise StoreError(f"{name}: the Mooncake client was closed; open another store")
+            self._under_way += 1
+        try:
+            yield getattr(self._native, name)
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                if not self._under_way:
+                    self._changed.notify_all()
+
+    def has(self, name: str) -> bool:
+        return hasattr(self._native, name)
+
+    def ask(self, name: str, keys: Sequence[str], *arguments: Any) -> list[int]:
+        """A call that answers one whole number per key. StoreError for an answer of another shape."""
+        keys = list(keys)
+        with self._call(name) as call:
+            answer = call(keys, *arguments)
+        if not isinstance(answer, list) or len(answer) != len(keys) or not all(type(a) is int for a in answer):
+            raise StoreError(f"{name} answered {answer!r:.200} for {len(keys)} keys; expected one whole number each")
+        return answer
+
+    def tell(self, name: str, *arguments: Any) -> int:
+        """A call that answers one whole number for everything."""
+        with self._call(name) as call:
+            answer = call(*arguments)
+        if type(answer) is not int:
+            raise StoreError(f"{name} answered {answer!r:.200}; expected a whole number")
+        return answer
+
+    def replicas(self, keys: Sequence[str]) -> dict[str, tuple[int, frozenset[str]]]:
+        """Size in bytes of each committed object, and the segments that hold it; a key that is not there is left out.
+
+        The answer is empty too when the master does not answer: the call has no way to say so.
+        """
+        with self._call("batch_get_replica_desc") as call:
+            answer = call(list(keys))
+        if not isinstance(answer, dict):
+            raise StoreError(f"batch_get_replica_desc answered {answer!r:.200}; expected a mapping")
+        found: dict[str, tuple[int, frozenset[str]]] = {}
+        for key, replicas in answer.items():
+            where = [r.get_memory_descriptor().buffer_descriptor for r in replicas if r.is_memory_replica()]
+            if where:
+                found[key] = (int(where[0].size), frozenset(str(d.transport_endpoint) for d in where))
+        return found
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Lets calls under way end, then closes. A client whose calls do not end in time is left open for good: closing it
+        under them would crash the process."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            idle = self._changed.wait_for(lambda: not self._under_way, self._close_deadline_s)
+        native = self._native
+        if idle:
+            native.close()
+        else:
+            _left_open.append(native)
+            log.warning("a Mooncake client is left open: calls on it do not return", calls=self._under_way)
+
+
+def _set_up(module: Any, config: MooncakeConfig) -> Any:
+    os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")  # else a missing master is reported after 90 s
+    native = module.MooncakeDistributedStore()
+    code = native.setup(
+        {
+            "local_hostname": config.local_hostname,
+            "metadata_server": config.metadata_server,
+            "global_segment_size": str(config.segment_bytes),
+            "local_buffer_size": str(config.buffer_bytes),
+            "protocol": config.protocol,
+            "rdma_devices": config.device_name,
+            "master_server_addr": config.master_server_address,
+            "tenant_id": config.tenant_id,
+        }
+    )
+    if code != 0:
+        raise StoreUnreachableError(
+            f"no Mooncake client could be set up ({code}): is a master running at {config.master_server_address}, and can "
+            f"{config.global_segment_size} bytes be given to the pool over {config.protocol}?"
+        )
+    return native
+
+
+def _replication(module: Any, config: MooncakeConfig) -> Any:
+    wanted = module.ReplicateConfig()
+    wanted.replica_num = config.replica_num
+    wanted.preferred_segments = list(config.preferred_segments)
+    wanted.prefer_alloc_in_same_node = config.prefer_alloc_in_same_node
+    wanted.with_hard_pin = config.with_hard_pin
+    return wanted
