@@ -1,18 +1,25 @@
-"""Put sessions from the wish to save a block to `open`: what exists already, what finds no space, what raises."""
+"""Put sessions from the wish to save a block to `open`: what exists already, what finds no space, what raises.
+
+A key without space is opened again until its first save is due. When step after step finds none, saves of the group pause.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvactors.actors.group_step import GroupContext, GroupStep, per_call
 from kvactors.actors.loader import NO_ANSWER
+from kvactors.core.pressure import SpacePressure
 from kvactors.core.queue import Priority
 from kvactors.core.saves import StepSaves
 from kvactors.core.sessions import Owner, PutEvent, PutSession, PutState
 from kvactors.core.steps import NULL_BLOCK
 from kvactors.core.store import Outcome, Store
+from kvactors.log import get_logger
 from kvactors.messages import Ask, Kind, Open, PrepareGroup, TransferDone
+
+log = get_logger("kvactors.saves")
 
 SPACE_RETRY_S = (0.01, 0.02, 0.04)
 """Waits between background retries of keys that found no space; eviction takes some tens of ms, the limit is 100 ms."""
@@ -50,6 +57,7 @@ class PutOpens:
     def __init__(self, context: GroupContext, revoke: Callable[[Sequence[PutSession]], None]) -> None:
         self._c = context
         self._revoke = revoke
+        self._pressure = SpacePressure()
 
     def prepare(self, gs: GroupStep, message: PrepareGroup) -> None:
         """Begins a session for each block to save that nobody writes; asks which of their keys are readable already."""
@@ -57,6 +65,7 @@ class PutOpens:
         if not c.stores:
             return
         gs.saves = StepSaves(c.ranges)
+        paused = self._pressure.paused(c.clock.now())
         sessions: list[PutSession] = []
         for request_id, hashes, blocks in message.requests:
             if not len(blocks.save):
@@ -71,6 +80,10 @@ class PutOpens:
                 key, owner = c.key(hashes[index]), Owner(request_id, c.group_id, index)
                 if c.table.remembered(request_id, index) == key or not c.table.may_open(key) or owner in c.table.puts:
                     c.stats.skipped_existing += 1
+                    continue
+                if paused:
+                    c.stats.skipped_no_space += 1
+                    c.stats.paused_no_space += 1
                     continue
                 session = c.table.begin_put(key, owner, gs.state.id)
                 gs.block_of[session] = block_id
@@ -144,6 +157,8 @@ class PutOpens:
         again: list[PutSession] = []
         fresh: list[PutSession] = []
         unknown: list[PutSession] = []
+        if Outcome.OK in done.outcomes:
+            self._pressure.found(gs.state.id)
         for s, outcome in zip(sessions, done.outcomes, strict=True):
             if s.state is not PutState.OPENING:
                 continue  # abandoned by a drain meanwhile
@@ -210,8 +225,12 @@ class PutOpens:
         sessions, gs.retries = gs.retries, []
         self.refuse(gs, sessions, Outcome.NO_SPACE.value)
 
-    def refuse(self, gs: GroupStep, sessions: Iterable[PutSession], cause: str) -> None:
+    def refuse(self, gs: GroupStep, sessions: Sequence[PutSession], cause: str) -> None:
         c = self._c
+        if cause == Outcome.NO_SPACE.value and any(s.attempts > 1 for s in sessions):
+            pause_s = self._pressure.found_none(gs.state.id, c.clock.now())
+            if pause_s:
+                log.warning("the store stays full; saves pause", group=c.group_id, pause_s=pause_s)
         for s in sessions:
             gs.block_of.pop(s, None)
             if cause == Outcome.NO_SPACE.value:

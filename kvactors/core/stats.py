@@ -16,6 +16,8 @@ class GroupStats:
     skipped_existing: int = 0
     """blocks not saved because their key was readable, being written, or existed at open"""
     skipped_no_space: int = 0
+    paused_no_space: int = 0
+    """those of `skipped_no_space` that were skipped without a call: the store stayed full, and saves paused"""
     skipped_tainted: int = 0
     """blocks not saved because a load of their request had failed (I12)"""
     load_failed: int = 0
