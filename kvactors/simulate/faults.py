@@ -32,6 +32,7 @@ class FaultRates:
         event_late: per layer, its device event fires late.
         slow: per layer, the compute takes up to 2 virtual seconds.
         crash: per run, a group's actor raises at some message.
+        full: for up to 5 virtual seconds nothing more fits into the pool, and nothing is evicted.
     """
 
     key: float = 0.0
@@ -48,6 +49,7 @@ class FaultRates:
     event_late: float = 0.2
     slow: float = 0.0
     crash: float = 0.0
+    full: float = 0.0
 
 
 PRESETS: Mapping[str, FaultRates] = {
@@ -56,9 +58,9 @@ PRESETS: Mapping[str, FaultRates] = {
     "flaky-store": FaultRates(key=0.02, short=0.01, raises=0.02, dies=0.01),
     "lost-master": FaultRates(kill=0.01),
     "slow-store": FaultRates(spike=0.08, freeze=0.004, slow=0.05),
-    "evicting": FaultRates(evict=0.05, space=True, lease=True, slow=0.1),
+    "evicting": FaultRates(evict=0.05, space=True, lease=True, slow=0.1, full=0.01),
     "kill-writer": FaultRates(freeze=0.01, crash=0.5, event_lost=0.01),
-    "combined": FaultRates(0.01, 0.005, 0.01, 0.005, 0.03, 0.002, 0.02, 0.003, True, True, 0.003, 0.2, 0.03, 0.1),
+    "combined": FaultRates(0.01, 0.005, 0.01, 0.005, 0.03, 0.002, 0.02, 0.003, True, True, 0.003, 0.2, 0.03, 0.1, 0.002),
 }
 
 _KEY_OUTCOMES: Mapping[str, Sequence[Outcome]] = {

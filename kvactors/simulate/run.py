@@ -33,6 +33,7 @@ class Totals:
     saved: int = 0
     loaded: int = 0
     joined: int = 0
+    paused: int = 0
     failing: int = 0
     injected: Counter[str] = field(default_factory=Counter)
     presets: Counter[str] = field(default_factory=Counter)
@@ -47,6 +48,7 @@ class Totals:
         self.saved += o.saved
         self.loaded += o.loaded
         self.joined += o.joined
+        self.paused += o.paused
         self.failing += bool(o.violations)
         self.injected.update(o.injected)
         self.presets[o.scenario.faults] += 1

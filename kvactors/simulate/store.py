@@ -9,6 +9,7 @@ Unlike the real one it judges: each commit is compared with the truth, each writ
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,8 @@ class SimulatedPool:
         self.touched: set[str] = set()
         self.damaged: set[str] = set()
         """keys overwritten by a session whose loss no client could know of: the master died and came back between two calls"""
+        self.full_until = -math.inf
+        """nothing fits before that, and nothing is evicted for it"""
         self.sloppy_leases = False
         """reads past the lease return whatever lies there, as success"""
         self._free: dict[int, list[int]] = {}
@@ -183,6 +186,8 @@ class SimulatedStore:
             pool.discard_expired(key, self.client)
             if key in pool.objects:
                 return Outcome.EXISTS
+            if pool.now() < pool.full_until:
+                return Outcome.NO_SPACE
             address = pool.allocate(sizes[row])
             if address is None:
                 pool.evict(4)

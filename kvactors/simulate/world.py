@@ -75,6 +75,8 @@ class Outcomes:
     loaded: int = 0
     joined: int = 0
     """transfers of layers that went in another's store call"""
+    paused: int = 0
+    """blocks that were not saved because the store stayed full"""
     model: str = ""
 
 
@@ -218,6 +220,8 @@ class World:
         if pool.alive and trouble.draw("kill", rates.kill):
             pool.kill()
             self.loop.call_later(trouble.pick(0.0, 20.0), pool.restart)
+        if trouble.draw("full", rates.full):
+            pool.full_until = self.loop.now() + trouble.pick(0.0, 5.0)
         lost: BaseException | None = None
         if trouble.draw("raises", rates.raises):
             lost = StoreError(f"{call}: injected")
@@ -280,6 +284,7 @@ class World:
                 stats = engine.stats()
                 out.saved += sum(g.saved for g in stats.groups.values())
                 out.loaded += sum(g.loaded for g in stats.groups.values())
+                out.paused += sum(g.paused_no_space for g in stats.groups.values())
                 out.joined += stats.joined_transfers
             if self.violations:
                 out.story += driver.story(self.violations[0])

@@ -34,8 +34,10 @@ def test_a_thousand_seeds_over_all_presets_break_nothing() -> None:
     assert totals.saved > 0
     assert totals.loaded > 0
     assert totals.joined > SEEDS, "layers ride in each other's calls"
+    assert totals.paused > 0, "some store stayed full"
     kinds = set(totals.injected)
-    assert kinds >= {"key", "short", "raises", "dies", "spike", "freeze", "evict", "kill", "event_lost", "slow", "crash"}
+    assert kinds >= {"key", "short", "raises", "dies", "spike", "freeze", "evict", "full", "kill", "event_lost", "slow"}
+    assert "crash" in kinds
 
 
 @pytest.mark.parametrize("regression", CORPUS, ids=lambda s: f"{s.faults}-{s.seed}")
