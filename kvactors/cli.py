@@ -1,4 +1,4 @@
-"""The command line: `kvactors replay`, `kvactors simulate`, `kvactors layout`, `kvactors doctor`.
+"""The command line: `kvactors replay`, `simulate`, `layout`, `store`, `bench` and `doctor`.
 
 Exit codes: 0 = all well; 1 = a request failed, a byte was wrong or an invariant broke; 2 = bad usage or input, with one
 line on stderr; 130 = interrupted (after a drain and the partial report).
@@ -167,16 +167,6 @@ def layout_show(name: str, block_tokens: int | None, scale: int, as_json: bool) 
         show_layout(layout, family, plain_console(soft_wrap=True))
 
 
-def _later(option: str, what: str, *, flag: bool = False) -> Callable[[F], F]:
-    """A documented option that this version does not have yet: hidden, and refused with the reason."""
-
-    def refuse(_: click.Context, __: click.Parameter, value: object) -> None:
-        if value is not None and value is not False:
-            raise click.UsageError(f"{option}: {what} comes with a later version")
-
-    return click.option(option, is_flag=flag, hidden=True, expose_value=False, callback=refuse)
-
-
 # -- replay --------------------------------------------------------------------------------------------------------------
 
 
@@ -184,8 +174,12 @@ def _later(option: str, what: str, *, flag: bool = False) -> Callable[[F], F]:
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, readable=True))
 @click.option("--layout", "layout_name", default="seed-example", show_default=True, metavar="NAME|FILE", help="The model.")
 @_layout_options
-@click.option("--store", default="memory", show_default=True, metavar="NAME", help="Where the blocks go.")
-@click.option("--capacity", metavar="SIZE", callback=_size, help='Store capacity ("512MB", "1.5GB"); default: no bound.')
+@click.option("--store", default="memory", show_default=True, metavar="memory|mooncake", help="Where the blocks go.")
+@click.option("--local-master", is_flag=True, help="With --store mooncake: start a master on 127.0.0.1 for this run.")
+@click.option("--namespace", metavar="NAME", help="Prefix of every key: an epoch of the weights, or a tenant.")
+@click.option(
+    "--capacity", metavar="SIZE", callback=_size, help='Store capacity ("1.5GB"). [default: no bound; --local-master: 4GB]'
+)
 @click.option("--retention", type=click.IntRange(min=0), metavar="TOKENS", help="Keep windows and states only this often.")
 @click.option(
     "--local-blocks", type=click.IntRange(min=1), metavar="N", help="Bound of the local pool, in blocks of all groups."
@@ -239,13 +233,14 @@ def _later(option: str, what: str, *, flag: bool = False) -> Callable[[F], F]:
     help="With --virtual: compute of each layer of a step. [default: 0.001]",
 )
 @click.option("--event-log", metavar="FILE", callback=_file, help="With --virtual: write every event, a line each.")
-@_later("--local-master", "the Mooncake store", flag=True)
 def replay(
     trace: str,
     layout_name: str,
     block_tokens: int | None,
     scale: int,
     store: str,
+    local_master: bool,
+    namespace: str | None,
     capacity: int | None,
     retention: int | None,
     local_blocks: int | None,
@@ -266,10 +261,6 @@ def replay(
     event_log: str | None,
 ) -> int:
     """Run a recorded request trace through the engine, with real bytes, and print what happened."""
-    if store == "mooncake":
-        raise click.UsageError("--store mooncake: the Mooncake store comes with a later version; use --store memory")
-    if store != "memory":
-        raise click.UsageError(f"--store {store}: unknown store; use memory")
     for option, value in (
         ("--bandwidth", bandwidth),
         ("--latency", latency),
@@ -279,6 +270,8 @@ def replay(
         if value is not None and not virtual:
             raise click.UsageError(f"{option}: belongs to the virtual clock; give --virtual too")
     layout, family = _resolve(layout_name, block_tokens, scale)
+    if namespace is not None:
+        layout = layout.with_namespace(namespace)
     inputs = {"the trace": trace, "the layout": None if family else layout_name, "the fault plan": faults}
     outputs = {"--report": report_file, "--html": html_file, "--timeline": timeline_file, "--event-log": event_log}
     _check_outputs(inputs, outputs)
@@ -296,6 +289,7 @@ def replay(
         trace=trace,
         layout=layout,
         store=store,
+        local_master=local_master,
         capacity=capacity,
         retention=retention,
         local_blocks=local_blocks,
@@ -400,6 +394,32 @@ def _check_outputs(inputs: dict[str, str | None], outputs: dict[str, str | None]
             raise click.UsageError(f"{option} {name}: there is no directory {folder}")
         if not os.access(path if path.exists() else folder, os.W_OK):
             raise click.UsageError(f"{option} {name}: cannot be written")
+
+
+# -- stores --------------------------------------------------------------------------------------------------------------
+
+
+@cli.group("store", cls=_Group)
+def store_group() -> None:
+    """Look after a Mooncake pool."""
+
+
+@store_group.command("flush")
+@click.option("--namespace", required=True, metavar="NAME", help="Whose objects go.")
+@click.option("--master", metavar="HOST:PORT", help="The pool's master. [default: as in MOONCAKE_CONFIG_PATH's file]")
+def store_flush(namespace: str, master: str | None) -> None:
+    """Remove a namespace's objects that nobody reads (those under a lease stay)."""
+    from kvactors.core.layout import namespace_pattern
+    from kvactors.stores import MooncakeStore
+
+    pattern = namespace_pattern(namespace)
+    where: dict[str, Any] = {} if master is None else {"master_server_address": master}
+    store = MooncakeStore(**where, global_segment_size=0)
+    try:
+        count = store.remove_matching(pattern)
+    finally:
+        store.close()
+    click.echo(f"{count} object{'s' if count != 1 else ''} of namespace {namespace} removed")
 
 
 # -- doctor --------------------------------------------------------------------------------------------------------------

@@ -167,9 +167,12 @@ def test_a_bad_layout(tmp_path: Path, change: dict[str, Any], parts: tuple[str, 
         (["--local-blocks", "0"], ("--local-blocks",)),
         (["--faults", "no-such"], ("--faults", "flaky-store")),
         (["--faults", "none.yaml"], ("none.yaml",)),
-        (["--store", "mooncake"], ("--store mooncake", "later version")),
+        (["--store", "mooncake", "--virtual"], ("--store mooncake", "virtual")),
+        (["--store", "mooncake", "--capacity", "1GB"], ("--capacity", "--local-master")),
+        (["--store", "mooncake"], ("master_server_address", "MOONCAKE_CONFIG_PATH")),
+        (["--namespace", "a::b"], ("namespace", "a::b")),
         (["--store", "redis"], ("--store redis", "memory")),
-        (["--local-master"], ("--local-master", "later version")),
+        (["--local-master"], ("--local-master", "--store mooncake")),
         (["--bandwidth", "1GB/s"], ("--bandwidth", "--virtual")),
         (["--latency", "0"], ("--latency", "--virtual")),
         (["--layer-time", "0"], ("--layer-time", "--virtual")),
@@ -282,7 +285,7 @@ def test_version_and_help() -> None:
     text = run("replay", "--help").stdout
     assert "--layout" in text
     assert "--virtual" in text
-    assert "--local-master" not in text
+    assert "--local-master" in text
 
 
 def test_ctrl_c_drains_and_prints_the_partial_report(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,6 +20,11 @@ from typing import Any, NamedTuple
 
 from kvactors.core.ids import ModelLayer, StageLayer
 from kvactors.errors import LayoutError
+
+NAMESPACE_MARK = "::"
+"""Stands between a namespace and the model's name in every key."""
+
+_NAMESPACE = re.compile(r"[A-Za-z0-9._/-]+")
 
 
 class GroupKind(StrEnum):
@@ -321,6 +327,21 @@ class KVLayout:
 
     def with_model(self, model: str) -> KVLayout:
         return KVLayout(model, self.groups, self.tp_size, self.pp_rank, self.pp_size, self.first_layer)
+
+    def with_namespace(self, namespace: str) -> KVLayout:
+        """The same layout with keys of its own: another epoch of the weights, another tenant."""
+        return self.with_model(f"{_namespace(namespace)}{NAMESPACE_MARK}{self.model}")
+
+
+def namespace_pattern(namespace: str) -> str:
+    """A regular expression that matches every key of a namespace, and no other key, as a whole."""
+    return f"{_namespace(namespace).replace('.', '[.]')}{NAMESPACE_MARK}.*"
+
+
+def _namespace(namespace: str) -> str:
+    if not isinstance(namespace, str) or not _NAMESPACE.fullmatch(namespace):
+        raise LayoutError(f"namespace {namespace!r}: must be made of letters, digits, '.', '_', '-' and '/'")
+    return namespace
 
 
 def _tile(group: Group) -> tuple[EntryRange, ...]:

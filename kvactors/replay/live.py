@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -14,7 +15,12 @@ from kvactors.devices import MonotonicClock
 from kvactors.replay.compute import ThreadCompute
 from kvactors.replay.plan import Plan
 from kvactors.replay.run import Ground, Outcome, Watchers, play_plan
-from kvactors.stores import FaultyStore, open_store
+from kvactors.stores import FaultyStore, LocalMaster, open_store
+
+LOCAL_CAPACITY = 4 << 30
+"""What a master of our own is given if nothing else is said, bytes."""
+
+_SEGMENT_STEP = 16 << 20
 
 
 def run_live(plan: Plan, watchers: Watchers | None = None) -> Outcome:
@@ -24,12 +30,22 @@ def run_live(plan: Plan, watchers: Watchers | None = None) -> Outcome:
 
 async def _replay(plan: Plan, watchers: Watchers) -> Outcome:
     clock = MonotonicClock()
-    return await play_plan(plan, Ground("live", clock, ThreadCompute(clock), _open(plan, clock)), watchers)
+    with contextlib.ExitStack() as stack:
+        store = _open(plan, clock, stack)
+        return await play_plan(plan, Ground("live", clock, ThreadCompute(clock), store), watchers)
 
 
-def _open(plan: Plan, clock: Clock) -> Store:
+def _open(plan: Plan, clock: Clock, stack: contextlib.ExitStack) -> Store:
+    """The run's store, which whoever plays the plan closes; a master of its own goes with the stack."""
     options = plan.options
-    store = open_store(options.store, capacity=options.capacity, clock=clock)
+    if options.store == "memory":
+        store = open_store("memory", capacity=options.capacity, clock=clock)
+    elif options.local_master:
+        master = stack.enter_context(LocalMaster())
+        segment = -(-(options.capacity or LOCAL_CAPACITY) // _SEGMENT_STEP) * _SEGMENT_STEP
+        store = open_store("mooncake", clock=clock, global_segment_size=segment, **master.options())
+    else:
+        store = open_store("mooncake", clock=clock)
     return store if options.faults is None else FaultyStore(store, replace(options.faults, seed=plan.seed))
 
 

@@ -10,7 +10,7 @@ from kvactors.layouts import boundary_tokens
 from kvactors.replay.blocks import BlockRules
 from kvactors.replay.hashing import trace_hash_tokens
 from kvactors.replay.trace import TraceSource, TraceSummary, scan_trace
-from kvactors.stores import FaultPlan
+from kvactors.stores import BACKENDS, FaultPlan
 
 _MOST_BLOCKS = 1 << 31
 
@@ -32,11 +32,17 @@ class VirtualOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What to replay, and how. Sizes in bytes, lengths in tokens. `virtual`: on virtual time; None = live."""
+    """What to replay, and how. Sizes in bytes, lengths in tokens.
+
+    Attributes:
+        local_master: start a Mooncake master for this run, and give it `capacity` bytes.
+        virtual: on virtual time; None = live.
+    """
 
     trace: str
     layout: KVLayout
     store: str = "memory"
+    local_master: bool = False
     capacity: int | None = None
     retention: int | None = None
     local_blocks: int | None = None
@@ -83,6 +89,7 @@ def plan_replay(options: ReplayOptions) -> Plan:
                     f"--capacity {options.capacity}: is smaller than one object of group {group.id}, "
                     f"which has {layout.object_bytes(group.id)} bytes; give more capacity or a larger --scale"
                 )
+    _check_store(options)
     if options.virtual is not None and options.faults is not None and any(f.what == "freeze" for f in options.faults.faults):
         raise ConfigError(
             "--faults: a freeze holds a thread until somebody lets it go, and --virtual has no threads; use latency instead"
@@ -91,6 +98,18 @@ def plan_replay(options: ReplayOptions) -> Plan:
     source = TraceSource(options.trace)
     summary = scan_trace(source, skip_bad=options.skip_bad, limit=options.requests)
     return Plan(options, summary, rules, source)
+
+
+def _check_store(options: ReplayOptions) -> None:
+    if options.store not in BACKENDS:
+        raise ConfigError(f"--store {options.store}: unknown store; use one of {', '.join(BACKENDS)}")
+    if options.store == "memory":
+        if options.local_master:
+            raise ConfigError("--local-master: belongs to the Mooncake store; give --store mooncake too")
+    elif options.virtual is not None:
+        raise ConfigError("--store mooncake: a real store has no virtual time; use --store memory, or leave --virtual out")
+    elif options.capacity is not None and not options.local_master:
+        raise ConfigError("--capacity: the capacity of a configured pool is its owners'; give --local-master, or leave it out")
 
 
 def local_blocks(plan: Plan) -> dict[int, int]:

@@ -30,6 +30,9 @@ from kvactors.stores import FaultyStore
 GIVE_UP_S = 5.0
 """How long a run that was given up may take to fall apart."""
 
+_never_freed: list[LocalPool] = []
+"""pools that a store call may still touch"""
+
 
 @dataclass(frozen=True, slots=True)
 class Ground:
@@ -183,7 +186,8 @@ def _release(pool: LocalPool, store: Store) -> None:
     try:
         pool.unregister(store)
     except KVActorsError:
-        pass  # a store that was killed by a fault plan answers like that; closing it waits for its calls too
+        # A store that was killed by a fault plan answers like that, and one whose calls do not return.
+        _never_freed.append(pool)
     finally:
         store.close()
 

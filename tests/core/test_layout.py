@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvactors.core.layout import CacheEntry, Group, GroupKind, KVLayout, finest_hash_tokens, group_hashes
+from kvactors.core.layout import CacheEntry, Group, GroupKind, KVLayout, finest_hash_tokens, group_hashes, namespace_pattern
 from kvactors.core.reachability import Reachability
 from kvactors.errors import LayoutError
 
@@ -389,3 +390,21 @@ def test_layouts_travel_between_processes() -> None:
         assert copied == layout
         assert copied.digest == layout.digest
         assert copied.group(3) == group
+
+
+def test_a_namespace_has_keys_of_its_own() -> None:
+    plain = one_group()
+    a, ab = plain.with_namespace("a.1"), plain.with_namespace("a.12")
+    keys = [layout.key(0, b"\x01") for layout in (plain, a, ab)]
+    assert keys[1] == f"a.1::{keys[0]}"
+    assert [bool(re.fullmatch(namespace_pattern("a.1"), key)) for key in keys] == [False, True, False]
+    assert re.fullmatch(namespace_pattern("org/model"), keys[0]) is None
+    assert re.fullmatch(namespace_pattern("a.1"), keys[1].replace("a.1", "ax1")) is None
+    assert [layout.digest for layout in (a, ab)] == [plain.digest] * 2
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a::b", "a@b", "a*", "\n"])
+def test_a_namespace_that_would_be_confused_is_refused(name: str) -> None:
+    for make in (one_group().with_namespace, namespace_pattern):
+        with pytest.raises(LayoutError, match="namespace"):
+            make(name)
