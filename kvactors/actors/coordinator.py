@@ -14,7 +14,6 @@ from typing import Any
 
 from kvactors.actors.actor import Actor
 from kvactors.actors.draining import DrainExpired, Draining
-from kvactors.log import get_logger
 from kvactors.actors.lookups import Find, LookupDone, LookupExpired, Lookups
 from kvactors.actors.mailbox import Mailbox
 from kvactors.actors.pool import TransferPool
@@ -29,6 +28,7 @@ from kvactors.core.sessions import SessionTable
 from kvactors.core.stats import EngineStats
 from kvactors.core.steps import GroupBlocks, ReleaseReason
 from kvactors.core.taint import Taints
+from kvactors.log import get_logger
 from kvactors.messages import (
     Abandon,
     AbortStep,

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvactors.log import get_logger
 from kvactors.actors.mailbox import Mailbox
 from kvactors.actors.pool import TransferPool
 from kvactors.core.queue import Priority
 from kvactors.core.reachability import Hit
 from kvactors.core.stats import EngineStats
 from kvactors.core.store import Outcome, Store
+from kvactors.log import get_logger
 from kvactors.messages import Ask, Lookup, TransferDone
 
 log = get_logger("kvactors.lookups")

@@ -9,9 +9,9 @@ import logging
 import os
 from collections.abc import Sequence
 
-from kvactors.log import get_logger
 from kvactors.core.saves import RangeCall
 from kvactors.core.sessions import Owner
+from kvactors.log import get_logger
 
 VARIABLE = "KVACTORS_RANGE_DEBUG"
 LOGGER = "kvactors.ranges"

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvactors.log import get_logger
 from kvactors.actors.mailbox import Mailbox
 from kvactors.actors.pool import TransferPool
 from kvactors.core.circuit import Circuit
 from kvactors.core.queue import Priority
 from kvactors.core.stats import EngineStats
 from kvactors.core.store import Health, Store
+from kvactors.log import get_logger
 from kvactors.messages import Ask, TransferDone
 
 log = get_logger("kvactors.store")

@@ -13,13 +13,13 @@ from kvactors.actors.actor import Actor
 from kvactors.actors.group import AbandonNow, GroupActor
 from kvactors.actors.group_step import per_call
 from kvactors.actors.loader import NO_ANSWER
-from kvactors.log import get_logger
 from kvactors.actors.put_opens import Cleaned, ReadableDone, revoke_unowned
 from kvactors.actors.saver import end_of_revoke
 from kvactors.actors.step_state import StepState
 from kvactors.core.queue import Priority
 from kvactors.core.sessions import PUT_TERMINAL, GetEvent, GetSession, GetState, PutEvent, PutSession, PutState
 from kvactors.core.store import Outcome
+from kvactors.log import get_logger
 from kvactors.messages import (
     Abandon,
     Close,

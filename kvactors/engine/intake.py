@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from kvactors.actors.latch import Latch
-from kvactors.log import get_logger
 from kvactors.actors.step_state import StepState
 from kvactors.core.admission import loads_into_others, problem_of
 from kvactors.core.layout import KVLayout
 from kvactors.core.stats import EngineStats
 from kvactors.core.steps import StepRequest
 from kvactors.errors import StepError
+from kvactors.log import get_logger
 
 log = get_logger("kvactors.engine")
 
