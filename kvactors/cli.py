@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import click
 
 from kvactors import __version__
+from kvactors.bench.command import bench
 from kvactors.console import lasting_streams, log_from, logging_to_stderr, plain_console
 from kvactors.core.layout import KVLayout
 from kvactors.errors import KVActorsError, LocalError
@@ -438,6 +439,9 @@ def doctor(as_json: bool) -> int:
     else:
         print_findings(findings)
     return 1 if any(f.broken for f in findings) else 0
+
+
+cli.add_command(bench)
 
 
 if __name__ == "__main__":

@@ -257,12 +257,18 @@ class Job(ABC):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Transfer(Job):
-    """Moves ranges. `oldest_s` is when the oldest session in it was opened (or renewed), on the engine's clock."""
+    """Moves ranges.
+
+    Attributes:
+        oldest_s: when the oldest session in it was opened (or renewed), on the engine's clock.
+        run: which run of layers it is read in, see `read_runs`; -1 = any. Only layers of one run go in one call.
+    """
 
     kind: Kind
     call: RangeCall
     object_bytes: int
     oldest_s: float
+    run: int = -1
 
     @property
     def count(self) -> int:

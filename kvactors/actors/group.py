@@ -157,16 +157,14 @@ class GroupActor(Actor):
         """The first layers' loads need only their own group's sessions: they do not wait for the other preparations."""
         gs.started_early = True
         state = gs.state
-        layers = state.window(-1, self.context.config.prefetch_layers) if state.windowed else state.load_layers
+        layers = self._loader.window(state, -1) if state.windowed else state.load_layers
         self._loader.start(gs, layers, gs.event, Priority.PREFETCH if state.windowed else Priority.DEMANDED)
 
     def _layer_ready(self, message: LayerReady) -> None:
         gs = self.steps.get(message.step)
         if gs is None or gs.ending:
             return
-        self._loader.start(
-            gs, gs.state.window(message.layer, self.context.config.prefetch_layers), message.event, Priority.PREFETCH
-        )
+        self._loader.start(gs, self._loader.window(gs.state, message.layer), message.event, Priority.PREFETCH)
         if message.saves:
             self._saver.layer_ready(gs, message)
         self._progress(message.step)

@@ -102,6 +102,12 @@ class GroupContext:
         self.mailbox.reserve()
         self.pool.submit(job)
 
+    def submit_together(self, jobs: Sequence[Job]) -> None:
+        """Sends jobs that share an event; no worker takes one before all are queued, so that they may go in one call."""
+        for _ in jobs:
+            self.mailbox.reserve()
+        self.pool.submit_together(jobs)
+
     def fence(self, call: RangeCall, by: int) -> None:
         """A read past its deadline (+1) may still write its destinations; one that has returned (-1) may not."""
         for block_id in call.block_ids.tolist():

@@ -6,15 +6,16 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from kvactors.actors.group_step import GroupContext, GroupStep, per_call
-from kvactors.actors.step_state import LayerTask
+from kvactors.actors.step_state import LayerTask, StepState
 from kvactors.core.events import DeviceEvent
 from kvactors.core.loads import StepLoads
 from kvactors.core.queue import Priority
+from kvactors.core.ranges import read_runs
 from kvactors.core.saves import RangeCall
 from kvactors.core.sessions import GetEvent, GetSession, GetState
 from kvactors.core.steps import NULL_BLOCK
 from kvactors.core.store import Outcome
-from kvactors.messages import Close, Kind, Open, PrepareGroup, Transfer, TransferDone
+from kvactors.messages import Close, Job, Kind, Open, PrepareGroup, Transfer, TransferDone
 
 CLOSE_TRIES = 3
 
@@ -36,6 +37,8 @@ class Loader:
 
     def __init__(self, context: GroupContext) -> None:
         self._c = context
+        good = context.pool.good_range_bytes
+        self._runs = read_runs(context.ranges, good) if good else {}
         self._waiting: dict[str, list[GroupStep]] = {}
         """key -> steps whose preparation waits for its session"""
         self._reopen: dict[str, list[GroupStep]] = {}
@@ -172,6 +175,7 @@ class Loader:
         if loads is None:
             return
         c, state = self._c, gs.state
+        together: list[Job] = []
         for layer in layers:
             if layer in loads.started or layer not in c.ranges.layers:
                 continue
@@ -182,7 +186,7 @@ class Loader:
                     state.fail(request_id, layer, blocks, "")
             calls = loads.start(layer, failed)
             task = state.loads[layer]
-            jobs = [
+            jobs: list[Job] = [
                 Transfer(
                     reply=c.mailbox.post,
                     priority=priority,
@@ -197,6 +201,7 @@ class Loader:
                     call=call,
                     object_bytes=c.ranges.object_bytes,
                     oldest_s=float(loads.opened_at[call.rows].min()),
+                    run=self._runs.get(layer, -1) if state.windowed else -1,
                 )
                 for call in calls
             ]
@@ -206,8 +211,17 @@ class Loader:
                 for call in calls:
                     owners = [(loads.requests[row], loads.blocks[row]) for row in call.rows.tolist()]
                     c.range_debug.ranges("get", c.group_id, call, owners, event)
-            for job in jobs:
-                c.submit(job)
+            together += jobs
+        c.submit_together(together)
+
+    def window(self, state: StepState, after: int) -> Sequence[int]:
+        """The layers of a step that may be read once `after` is ready; with each of them the run that is read together."""
+        prefetch = self._c.config.prefetch_layers
+        layers = state.window(after, prefetch)
+        if not prefetch or not self._runs:
+            return layers
+        last = max((self._runs[layer] for layer in layers if layer in self._runs), default=-1)
+        return (*layers, *(layer for layer in state.load_layers[len(layers) :] if layer <= last))
 
     def _settled(self, gs: GroupStep, call: RangeCall, task: LayerTask, outcomes: list[Outcome]) -> None:
         """On the thread that finished the call: failures are noted before the layer's latch may open."""

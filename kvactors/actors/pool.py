@@ -85,8 +85,8 @@ class TransferPool:
         self._observer, self._on_store_lost = observer, on_store_lost
         self._lock = threading.Lock()
         self._queue: TransferQueue[Job] = TransferQueue()
-        good_range_bytes = getattr(self.store, "good_range_bytes", 0)
-        self._riders = Riders[Transfer](good_range_bytes, config.max_transfer_bytes) if good_range_bytes > 0 else None
+        self.good_range_bytes: int = max(0, getattr(self.store, "good_range_bytes", 0))
+        self._riders = Riders[Transfer](self.good_range_bytes, config.max_transfer_bytes) if self.good_range_bytes else None
         self._gated: dict[int, Job] = {}
         self._running: dict[Worker, tuple[Job, float]] = {}
         self._late: dict[Worker, Job] = {}
@@ -106,30 +106,41 @@ class TransferPool:
     def submit(self, job: Job) -> None:
         """Queues a job, after its device event. Its reply comes exactly once, whatever happens to it, and in time: a job that
         no worker took within the step's deadline is answered, and so is a call that passes its own."""
-        job.deadline_s = self._clock.now() + self._config.step_deadline_s
-        event, waits = job.event, False
+        self.submit_together((job,))
+
+    def submit_together(self, jobs: Sequence[Job]) -> None:
+        """`submit` for jobs that share an event: no worker takes one of them before all are queued."""
+        if not jobs:
+            return
+        deadline_s = self._clock.now() + self._config.step_deadline_s
+        for job in jobs:
+            job.deadline_s = deadline_s
+        event, waits = jobs[0].event, False
         if event is None:
-            self._enqueue(job)
+            self._enqueue(jobs)
         else:
             try:
                 if event.fired():
-                    self._enqueue(job)
+                    self._enqueue(jobs)
                 else:
                     with self._lock:
-                        self._gated[id(job)] = job
+                        self._gated.update((id(job), job) for job in jobs)
                     waits = True
-                    event.on_fire(partial(self._ungate, job))
+                    event.on_fire(partial(self._ungate, jobs))
             except Exception as e:  # a device error: the work before the event may not have been done
-                log.warning("a device event raised", call=job.label, group=job.group_id, error=repr(e))
-                self._fail_gated(job, waits)
+                log.warning("a device event raised", call=jobs[0].label, group=jobs[0].group_id, error=repr(e))
+                self._fail_gated(jobs, waits)
         self._arm()
 
     def promote(self, step: int, layer: int) -> None:
-        """A compute thread waits for the loads of a layer: they go before every prefetch."""
+        """A compute thread waits for the loads of a layer: they go before every prefetch, and what is read with them too."""
         with self._lock:
-            self._queue.promote(lambda j: j.step == step and j.layer == layer)
+            waiting = [j for j in (*self._queue, *self._gated.values()) if isinstance(j, Transfer) and j.step == step]
+            runs = {(j.group_id, j.run) for j in waiting if j.layer == layer and j.run >= 0}
+            wanted = {id(j) for j in waiting if j.layer == layer or (j.group_id, j.run) in runs}
+            self._queue.promote(lambda j: id(j) in wanted)
             for job in self._gated.values():
-                if job.step == step and job.layer == layer and job.priority is Priority.PREFETCH:
+                if id(job) in wanted and job.priority is Priority.PREFETCH:
                     job.priority = Priority.DEMANDED
 
     def cancel(self, step: int, group_id: int | None = None) -> None:
@@ -224,9 +235,9 @@ class TransferPool:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, job: Job) -> None:
+    def _enqueue(self, jobs: Sequence[Job]) -> None:
         with self._lock:
-            refused = self._push(job)
+            refused = [done for job in jobs for done in self._push(job)]
         _settle(refused)
 
     def _push(self, job: Job) -> list[TransferDone]:
@@ -264,18 +275,18 @@ class TransferPool:
         general = self._config.workers > self._missing[False]
         return general or (not self._missing[True] and job.priority in LOADS_ONLY)
 
-    def _ungate(self, job: Job) -> None:
+    def _ungate(self, jobs: Sequence[Job]) -> None:
         with self._lock:
-            refused = self._push(job) if self._gated.pop(id(job), None) is not None else []
+            waiting = [job for job in jobs if self._gated.pop(id(job), None) is not None]
+            refused = [done for job in waiting for done in self._push(job)]
         _settle(refused)
 
-    def _fail_gated(self, job: Job, waits: bool) -> None:
-        """The event raised. If the job waited for it already, it may have fired before: then the job is on its way."""
+    def _fail_gated(self, jobs: Sequence[Job], waits: bool) -> None:
+        """The event raised. If the jobs waited for it already, it may have fired before: then they are on their way."""
         with self._lock:
-            if waits and self._gated.pop(id(job), None) is None:
-                return
-            done = self._post(job, Outcome.EVENT_LOST)
-        _settle([done])
+            failed = [job for job in jobs if not waits or self._gated.pop(id(job), None) is not None]
+            replies = [self._post(job, Outcome.EVENT_LOST) for job in failed]
+        _settle(replies)
 
     def _call(self, job: Job, epoch: int) -> tuple[list[Outcome], BaseException | None]:
         count = job.count

@@ -83,6 +83,23 @@ class GroupRanges:
     last_layer: int
 
 
+def read_runs(ranges: GroupRanges, good_range_bytes: int) -> dict[int, int]:
+    """Which layers are read together where short ranges are dear: stage layer -> the last layer of its run.
+
+    The first layer is a run of its own, so that the compute can begin; then as many as make a good range.
+    """
+    runs: dict[int, int] = {}
+    run: list[int] = []
+    nbytes = 0
+    for number, (layer, of_layer) in enumerate(ranges.layers.items()):
+        run.append(layer)
+        nbytes += of_layer.nbytes
+        if number == 0 or nbytes >= good_range_bytes or layer == ranges.last_layer:
+            runs.update(dict.fromkeys(run, layer))
+            run, nbytes = [], 0
+    return runs
+
+
 def group_ranges(layout: KVLayout, group_id: int, bases: Bases, config: EngineConfig) -> GroupRanges:
     """Lays the group's entries over local memory.
 

@@ -27,6 +27,7 @@ class Rider(Protocol):
     step: int
     epoch: int
     call: RangeCall
+    run: int
 
     @property
     def kind(self) -> Hashable: ...
@@ -84,8 +85,8 @@ def _place(job: Rider, piece: int) -> Hashable:
 
 
 def _same_way(first: Rider, job: Rider) -> bool:
-    """Whether both may go in one call: as urgent, of the same keys, under sessions of the same life of the master."""
-    same = first.priority is job.priority and first.epoch == job.epoch
+    """Whether both may go in one call: as urgent, in one run, of the same keys, under sessions of one life of the master."""
+    same = first.priority is job.priority and first.run == job.run and first.epoch == job.epoch
     return same and first.call.batch.keys == job.call.batch.keys
 
 

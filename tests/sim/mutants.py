@@ -240,14 +240,15 @@ def loads_not_gated_by_their_event(patch: Patch) -> None:
 
 
 def _without_event(patch: Patch, kind: Kind) -> None:
-    real = TransferPool.submit
+    real = TransferPool.submit_together
 
-    def submit(self: Any, job: Any) -> None:
-        if isinstance(job, Transfer) and job.kind is kind:
-            job.event = None
-        real(self, job)
+    def submit(self: Any, jobs: Any) -> None:
+        for job in jobs:
+            if isinstance(job, Transfer) and job.kind is kind:
+                job.event = None
+        real(self, jobs)
 
-    patch.setattr(TransferPool, "submit", submit)
+    patch.setattr(TransferPool, "submit_together", submit)
 
 
 @mutant("none")

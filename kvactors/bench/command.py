@@ -1,0 +1,44 @@
+"""`kvactors bench`: what each benchmark prints."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from kvactors.console import plain_console
+
+
+@click.group("bench")
+def bench() -> None:
+    """Measure ways to do the same thing side by side, in one run."""
+
+
+@bench.command("mooncake")
+@click.option("--quick", is_flag=True, help="8 layers instead of 32, and fewer rounds.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench_mooncake(quick: bool, as_json: bool) -> None:
+    """Puts and gets of 64 blocks on a real Mooncake: the engine beside the raw client and memcpy.
+
+    Starts a master on 127.0.0.1, and gives it up to 4 GiB for the time of the run.
+    """
+    from rich.table import Table
+
+    from kvactors.bench.mooncake import BLOCKS, ENGINE, LAYERS, MEMCPY, RAW, WHOLE, run
+
+    err = plain_console(stderr=True)
+    rows = run(quick=quick, say=lambda size: err.print(f"measuring ranges of {size}"))
+    if as_json:
+        click.echo(json.dumps([row.as_dict() for row in rows], indent=2))
+        return
+    layers = 8 if quick else LAYERS
+    table = Table(title=f"{BLOCKS} blocks of {layers} layers, K and V: medians, and their ratio to the raw client's ranges")
+    for column in ("range", "call", RAW, WHOLE, ENGINE, MEMCPY):
+        table.add_column(column, justify="left" if column == "call" else "right")
+    for row in rows:
+        for call, measured in (("put", row.put), ("get", row.get)):
+            cells = [
+                f"{measured.median(way) * 1000:.1f} ms ({measured.ratio(way, RAW):.2f})" for way in (WHOLE, ENGINE, MEMCPY)
+            ]
+            table.add_row(f"{row.kib} KiB", call, f"{measured.median(RAW) * 1000:.1f} ms", *cells)
+    plain_console(soft_wrap=True).print(table)
