@@ -2,7 +2,8 @@
 
 Four ways to move the same bytes between scattered local blocks (K and V of each layer in tensors of their own) and a pool:
 the raw client with one ranged call a layer and K and V as separate ranges, as vLLM-Ascend's store does it; the raw client with
-whole objects from and to memory that is in order already; the engine; and memcpy.
+whole objects from and to memory that is in order already; the engine; and memcpy. All go through one client, which gave the
+pool its memory: a range goes over a socket even so, a whole object is copied.
 """
 
 from __future__ import annotations
@@ -61,8 +62,7 @@ class Bench:
         self._written: dict[str, list[str]] = {}
         self._bases = [address_of(tensor) for tensor in self._memory]
         for array in (self._memory, self._whole):
-            _good(raw.tell("register_buffer", address_of(array), array.nbytes))
-        store.register(address_of(self._memory), self._memory.nbytes)
+            store.register(address_of(array), array.nbytes)
         entries = [CacheEntry("k", nbytes), CacheEntry("v", nbytes)]
         self._layout = KVLayout("bench", [Group(0, GroupKind.FULL, 16, dict.fromkeys(range(layers), entries))])
         bases = {(0, layer, name): self._bases[2 * layer + j] for layer in range(layers) for j, name in enumerate("kv")}
@@ -71,9 +71,8 @@ class Bench:
 
     def close(self) -> None:
         self._engine.close()
-        self._store.unregister(address_of(self._memory))
         for array in (self._memory, self._whole):
-            _good(self._raw.tell("unregister_buffer", address_of(array)))
+            self._store.unregister(address_of(array))
 
     def puts(self, repeat: int) -> Measured:
         return in_turn({RAW: self._put_raw, WHOLE: self._put_whole, ENGINE: self._put_engine, MEMCPY: self._copy_out}, repeat)
@@ -202,8 +201,9 @@ def run(*, quick: bool, kibs: tuple[int, ...] = KIBS, say: Callable[[str], None]
     with LocalMaster() as master:
         largest = max(kibs) * 1024 * 2 * layers * BLOCKS
         pool = max(256 << 20, min(_POOL_BYTES, (_ALL_WAYS + 1) * largest))
-        raw = Client(MooncakeConfig(**master.options(), global_segment_size=pool))
-        store = MooncakeStore(**master.options())
+        config = MooncakeConfig(**master.options(), global_segment_size=pool)
+        raw = Client(config)
+        store = MooncakeStore(config, client=raw)
         try:
             for kib in kibs:
                 say(f"{kib} KiB")
@@ -215,7 +215,6 @@ def run(*, quick: bool, kibs: tuple[int, ...] = KIBS, say: Callable[[str], None]
                     raw.tell("remove_all", True)
         finally:
             store.close()
-            raw.close()
     return rows
 
 
