@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvactors.errors import ConfigError, StoreError, StoreUnreachableError
 from kvactors.log import get_logger
@@ -79,6 +79,17 @@ def check_sessions(module: Any) -> None:
         raise ConfigError(f"{name} {version} is too old, it has no {missing[0]}; {INSTALL}")
 
 
+class Placed(NamedTuple):
+    """Where a committed object lies: its bytes, the segments that hold it, and the addresses in them."""
+
+    nbytes: int
+    segments: frozenset[str]
+    places: frozenset[tuple[str, int]]
+
+
+NOWHERE = Placed(-1, frozenset(), frozenset())
+
+
 class Client:
     """A native client that was set up. Calls may come from any thread; `close` waits for them.
 
@@ -136,8 +147,8 @@ class Client:
             raise StoreError(f"{name} answered {answer!r:.200}; expected a whole number")
         return answer
 
-    def replicas(self, keys: Sequence[str]) -> dict[str, tuple[int, frozenset[str]]]:
-        """Size in bytes of each committed object, and the segments that hold it; a key that is not there is left out.
+    def replicas(self, keys: Sequence[str]) -> dict[str, Placed]:
+        """Where each committed object lies; a key that is not there is left out.
 
         The answer is empty too when the master does not answer: the call has no way to say so.
         """
@@ -145,11 +156,12 @@ class Client:
             answer = call(list(keys))
         if not isinstance(answer, dict):
             raise StoreError(f"batch_get_replica_desc answered {answer!r:.200}; expected a mapping")
-        found: dict[str, tuple[int, frozenset[str]]] = {}
+        found: dict[str, Placed] = {}
         for key, replicas in answer.items():
             where = [r.get_memory_descriptor().buffer_descriptor for r in replicas if r.is_memory_replica()]
             if where:
-                found[key] = (int(where[0].size), frozenset(str(d.transport_endpoint) for d in where))
+                places = frozenset((str(d.transport_endpoint), int(d.buffer_address)) for d in where)
+                found[key] = Placed(int(where[0].size), frozenset(segment for segment, _ in places), places)
         return found
 
     @property

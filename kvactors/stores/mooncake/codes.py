@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from kvactors.core.store import Outcome
 
-OK, RPC_FAIL, RPC_TIMEOUT, OBJECT_NOT_FOUND = 0, -900, -901, -704
+OK, RPC_FAIL, RPC_TIMEOUT, OBJECT_NOT_FOUND, REPLICA_NOT_READY = 0, -900, -901, -704, -703
 
 OUTCOMES: Mapping[int, Outcome] = MappingProxyType(
     {
@@ -16,7 +16,7 @@ OUTCOMES: Mapping[int, Outcome] = MappingProxyType(
         -600: Outcome.INVALID,
         -601: Outcome.NOT_OWNER,
         -702: Outcome.NO_REPLICA,
-        -703: Outcome.NOT_READY,
+        REPLICA_NOT_READY: Outcome.NOT_READY,
         OBJECT_NOT_FOUND: Outcome.NOT_FOUND,
         -705: Outcome.EXISTS,
         -706: Outcome.LEASED,

@@ -20,9 +20,9 @@ from kvactors.core.clock import Clock
 from kvactors.core.store import Health, Outcome, RangeBatch
 from kvactors.errors import ConfigError, StoreError, StoreUnreachableError
 from kvactors.log import get_logger
-from kvactors.stores.mooncake.client import Client
+from kvactors.stores.mooncake.client import NOWHERE, Client, Placed
 from kvactors.stores.mooncake.coalesce import GOOD_RANGE_BYTES, Staging, joined
-from kvactors.stores.mooncake.codes import RPC_FAIL, RPC_TIMEOUT, outcome_of, range_outcome
+from kvactors.stores.mooncake.codes import OK, REPLICA_NOT_READY, RPC_FAIL, RPC_TIMEOUT, outcome_of, range_outcome
 from kvactors.stores.mooncake.config import MooncakeConfig
 from kvactors.stores.mooncake.staging import StagingBuffers
 from kvactors.stores.mooncake.suspects import Segments, Suspects
@@ -36,17 +36,22 @@ PUT_RANGES, GET_RANGES = "batch_put_from_multi_buffer_ranges", "batch_get_into_m
 PROBE_KEY = "kvactors-probe"
 """A key that nobody writes; asking for it takes the master and nothing else."""
 
+FRESH_S = 0.02
+"""What the master said of an object holds for so long. Ranges go to an object's memory without the master. One that was
+restarted knows no object any more, and gives the memory to others once it is up and has it back, which takes longer than this;
+so before a put to an older session, and after a read through one, the master is asked whether it still knows the object."""
+
 _UNREACHABLE = (RPC_FAIL, RPC_TIMEOUT)
 _MOST_SIZE = (1 << 63) - 1
 
 
 class _Reading:
-    """A get session of this client: since when its lease runs, and the segments that hold the object."""
+    """A get session of this client: since when its lease runs, where the object lies, and when it was known to lie there."""
 
-    __slots__ = ("segments", "since")
+    __slots__ = ("known", "placed", "since")
 
-    def __init__(self, since: float, segments: Segments) -> None:
-        self.since, self.segments = since, segments
+    def __init__(self, since: float, placed: Placed) -> None:
+        self.since, self.known, self.placed = since, since, placed
 
 
 class MooncakeStore:
@@ -80,6 +85,8 @@ class MooncakeStore:
         self._moves: set[object] = set()
         """range calls under way"""
         self._readings: dict[str, _Reading] = {}
+        self._puts: dict[str, float] = {}
+        """open puts, and when the master last knew each"""
         self._suspects = Suspects(config.suspect_after_s, config.negative_s)
         self._regions = self._host = Regions()
         self._staging = self._make_staging()
@@ -111,7 +118,7 @@ class MooncakeStore:
         OK, INVALID (size below 1, open in this client), EXISTS, NO_SPACE for just the keys that do not fit (eviction then runs;
         also for one that can never fit), UNREACHABLE.
         """
-        nbytes = _paired(keys, sizes)
+        nbytes, now = _paired(keys, sizes), self._clock.now()
         good = [i for i, size in enumerate(nbytes) if 0 < size <= _MOST_SIZE]
         answers = [Outcome.INVALID] * len(keys)
         if good:
@@ -121,24 +128,26 @@ class MooncakeStore:
                 good, self._ask("batch_put_session_start", asked, [nbytes[i] for i in good], *replication), strict=True
             ):
                 answers[i] = outcome_of(code)
+            with self._lock:
+                self._puts.update((keys[i], now) for i in good if answers[i] is Outcome.OK)
         return answers
 
     def put_ranges(self, batch: RangeBatch) -> list[Outcome]:
         """Writes ranges.
 
         OK; NO_REPLICA (no ranges given); INVALID (no session, a range of no bytes or outside the object or registered memory,
-        the key for the second time); TRANSFER_FAILED.
+        the key for the second time); TRANSFER_FAILED; NOT_FOUND, UNREACHABLE (of a session that is older than `FRESH_S`).
         """
         return self._move(batch, PUT_RANGES)
 
     def put_commit(self, keys: Sequence[str]) -> list[Outcome]:
         """Publishes objects, whatever was written. OK, INVALID, NOT_OWNER (taken over by another client), NOT_FOUND,
         UNREACHABLE."""
-        return self._outcomes("batch_put_session_end", keys)
+        return self._end_puts("batch_put_session_end", keys)
 
     def put_revoke(self, keys: Sequence[str]) -> list[Outcome]:
         """Drops objects being written. OK, INVALID, NOT_OWNER, NOT_FOUND, UNREACHABLE."""
-        return self._outcomes("batch_put_session_revoke", keys)
+        return self._end_puts("batch_put_session_revoke", keys)
 
     # Gets
 
@@ -146,7 +155,7 @@ class MooncakeStore:
         """Begins to read committed objects for `lease_s` seconds; opening again renews.
 
         OK, NOT_FOUND, NOT_READY, SIZE_MISMATCH (in the log once per size), TRANSFER_FAILED (see `suspects.py`),
-        UNREACHABLE. Only OK leaves a session.
+        UNREACHABLE. Only OK leaves a session, or renews it.
         """
         nbytes, since = _paired(keys, sizes), self._clock.now()
         answers = self._outcomes("batch_get_session_start", keys)
@@ -165,28 +174,36 @@ class MooncakeStore:
         for i, (key, size, answer) in enumerate(zip(keys, nbytes, answers, strict=True)):
             if answer is not Outcome.OK:
                 continue
-            stored, segments = found.get(key, (-1, frozenset()))
-            if stored < 0:
+            placed = found.get(key, NOWHERE)
+            if placed is NOWHERE:
                 answers[i] = Outcome.NOT_FOUND
-            elif stored != size:
+            elif placed.nbytes != size:
                 answers[i] = Outcome.SIZE_MISMATCH
-                self._tell_once(f"stored with {stored} bytes, the layout has {size}", key)
-            elif self._suspects.key(key, since) or self._suspects.holds(segments, since):
+                self._tell_once(f"stored with {placed.nbytes} bytes, the layout has {size}", key)
+            elif self._suspects.key(key, since) or self._suspects.holds(placed.segments, since):
                 answers[i] = Outcome.TRANSFER_FAILED
                 self._count["negative"] += 1
             else:
-                self._note_reading(key, since, segments)
+                self._note_reading(key, since, placed)
                 continue
             refused.append(key)
-        if refused:
-            self._end_gets(refused)
+        with self._lock:  # who asks with a wrong size must not end the session of another who asked with the right one
+            over = [
+                key
+                for key in refused
+                if (reading := self._readings.get(key)) is None or reading.placed.nbytes != found.get(key, NOWHERE).nbytes
+            ]
+        if over:
+            self._end_gets(over)
         return answers
 
     def get_ranges(self, batch: RangeBatch) -> list[Outcome]:
         """Reads ranges.
 
-        OK; INVALID (no session, a range of no bytes or outside the object or registered memory); LEASE_EXPIRED (before or after
-        the read; the session is dropped); TRANSFER_FAILED. Bytes of a key that is not OK may have been written.
+        OK, also for no ranges; INVALID (no session, a range of no bytes or outside the object or registered memory);
+        LEASE_EXPIRED (before or after the read; the session is dropped); TRANSFER_FAILED; NOT_FOUND (removed or moved
+        meanwhile; the session is dropped) and UNREACHABLE, of a session that is older than `FRESH_S`. Bytes of a key that is
+        not OK may have been written.
         """
         return self._move(batch, GET_RANGES)
 
@@ -208,9 +225,8 @@ class MooncakeStore:
         answers = [code == 1 and not suspects.key(key, now) for key, code in zip(keys, codes, strict=True)]
         if suspects.any(now) and any(answers):
             where = self._client.replicas([key for key, ok in zip(keys, answers, strict=True) if ok])
-            nowhere: tuple[int, Segments] = (0, frozenset())
             answers = [
-                ok and not suspects.holds(where.get(key, nowhere)[1], now) for key, ok in zip(keys, answers, strict=True)
+                ok and not suspects.holds(where.get(key, NOWHERE).segments, now) for key, ok in zip(keys, answers, strict=True)
             ]
         return answers
 
@@ -226,7 +242,7 @@ class MooncakeStore:
         Raises:
             StoreError: the store refused the pattern. StoreUnreachableError: the master does not answer.
         """
-        count = self._client.tell("remove_by_regex", f"^{pattern}$", False)
+        count = self._client.tell("remove_by_regex", f"^(?:{pattern})$", False)
         if count in _UNREACHABLE:
             raise StoreUnreachableError(f"the master at {self.config.master_server_address} does not answer")
         if count < 0:
@@ -312,14 +328,43 @@ class MooncakeStore:
     def _outcomes(self, call: str, keys: Sequence[str]) -> list[Outcome]:
         return [outcome_of(code) for code in self._ask(call, keys)] if keys else []
 
-    def _note_reading(self, key: str, since: float, segments: Segments) -> None:
-        """Renews a session that is alive; a read that began under one that is not must not profit from the new one."""
+    def _end_puts(self, call: str, keys: Sequence[str]) -> list[Outcome]:
+        with self._lock:
+            for key in keys:
+                self._puts.pop(key, None)
+        return self._outcomes(call, keys)
+
+    def _unknown_puts(self, keys: Sequence[str]) -> dict[str, Outcome]:
+        """Which of these open puts the master does not know any more. The oldest stands for all: a master that still knows it
+        was not restarted since."""
+        now = self._clock.now()
+        with self._lock:
+            old = sorted((known, key) for key in set(keys) if now > (known := self._puts.get(key, now)) + FRESH_S)
+        if not old:
+            return {}
+        asked = [key for _, key in old]
+        gone = self._not_being_written(asked[:1]) and self._not_being_written(asked)
+        with self._lock:
+            self._puts.update((key, now) for key in asked if key in self._puts and key not in gone)
+        return gone
+
+    def _not_being_written(self, keys: Sequence[str]) -> dict[str, Outcome]:
+        codes = self._ask("batch_get_session_start", keys)
+        read = [key for key, code in zip(keys, codes, strict=True) if code == OK and key not in self._readings]
+        if read:  # another client took the key over and has committed it
+            self._end_gets(read)
+        told = zip(keys, codes, strict=True)
+        return {key: Outcome.INVALID if code == OK else outcome_of(code) for key, code in told if code != REPLICA_NOT_READY}
+
+    def _note_reading(self, key: str, since: float, placed: Placed) -> None:
+        """Renews a session that is alive; a read that began under one that is not, or at another place, must not profit from
+        the new one."""
         with self._lock:
             reading = self._readings.get(key)
-            if reading is None or since >= reading.since + self.lease_s:
-                self._readings[key] = _Reading(since, segments)
+            if reading is None or since >= reading.since + self.lease_s or reading.placed != placed:
+                self._readings[key] = _Reading(since, placed)
             else:
-                reading.since, reading.segments = max(since, reading.since), segments
+                reading.since, reading.known = max(since, reading.since), max(since, reading.known)
 
     def _end_gets(self, keys: Sequence[str]) -> None:
         self.get_close(list(dict.fromkeys(keys)))
@@ -341,7 +386,11 @@ class MooncakeStore:
             self._moves.add(call_under_way)
         try:
             if call == PUT_RANGES:
-                self._send(batch, call, answers, self._good_rows(batch, regions), host)
+                rows = self._good_rows(batch, regions)
+                gone = self._unknown_puts([batch.keys[row] for row in rows])
+                for row in rows:
+                    answers[row] = gone.get(batch.keys[row], Outcome.INVALID)
+                self._send(batch, call, answers, [row for row in rows if batch.keys[row] not in gone], host)
             else:
                 self._read(batch, answers, self._good_rows(batch, regions), host)
         finally:
@@ -382,25 +431,47 @@ class MooncakeStore:
             self._end_gets(expired)
         if not held:
             return
-        read = self._suspects.begin((r.segments for r in held.values()), now)
+        read = self._suspects.begin((r.placed.segments for r in held.values()), now)
         failed: list[tuple[str, Segments]] = []
         try:
             self._send(batch, GET_RANGES, answers, list(held), host, lambda: self._judge(batch, answers, held))
-            failed = [(batch.keys[row], r.segments) for row, r in held.items() if answers[row] is Outcome.TRANSFER_FAILED]
+            failed = [
+                (batch.keys[row], r.placed.segments) for row, r in held.items() if answers[row] is Outcome.TRANSFER_FAILED
+            ]
         finally:
             self._suspects.end(read, failed, self._clock.now())
-        late = [batch.keys[row] for row in held if answers[row] is Outcome.LEASE_EXPIRED]
+        late = [batch.keys[row] for row in held if answers[row] in (Outcome.LEASE_EXPIRED, Outcome.NOT_FOUND)]
         if late:
             self._end_gets(late)
 
     def _judge(self, batch: RangeBatch, answers: list[Outcome], held: Mapping[int, _Reading]) -> None:
-        """The lease once more, after the read: its bytes may be another object's."""
+        """The lease once more, after the read, and whether the object still lies there: its bytes may be another object's."""
         now = self._clock.now()
+        moved = self._moved_away({batch.keys[row]: r for row, r in held.items() if answers[row] is Outcome.OK}, now)
         for row, reading in held.items():
             if answers[row] is Outcome.OK and now >= reading.since + self.lease_s:
                 answers[row] = Outcome.LEASE_EXPIRED
             elif answers[row] is Outcome.LEASE_EXPIRED and now < reading.since + self.lease_s:
                 self._tell_once(f"lease_s = {self.lease_s} is longer than the master's lease; lower it", batch.keys[row])
+            elif answers[row] is Outcome.OK:
+                answers[row] = moved.get(batch.keys[row], Outcome.OK)
+
+    def _moved_away(self, read: Mapping[str, _Reading], now: float) -> dict[str, Outcome]:
+        """Which of these objects do not lie any more where they were read. As with puts, the oldest stands for all."""
+        old = sorted((r.known, key) for key, r in read.items() if now > r.known + FRESH_S)
+        if not old:
+            return {}
+        asked = [key for _, key in old]
+        gone = self._not_in_place(asked[:1], read) and self._not_in_place(asked, read)
+        for key in asked:
+            if key not in gone:
+                read[key].known = max(now, read[key].known)
+        return gone
+
+    def _not_in_place(self, keys: Sequence[str], read: Mapping[str, _Reading]) -> dict[str, Outcome]:
+        found = self._client.replicas(keys)
+        answer = Outcome.NOT_FOUND if found or self.health().ok else Outcome.UNREACHABLE
+        return {key: answer for key in keys if found.get(key, NOWHERE).places != read[key].placed.places}
 
     def _send(
         self,
