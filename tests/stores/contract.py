@@ -117,6 +117,10 @@ class StoreContract:
         known, fresh, empty = world.put("known", b"x" * 16), world.key("fresh"), world.key("empty")
         assert world.a.put_open([fresh, known, empty], [16, 16, 0]) == [OK, EXISTS, INVALID]
 
+    def test_refuses_an_empty_object_before_it_looks_at_the_key(self, world: World) -> None:
+        key = world.key("k")
+        assert world.a.put_open([key, key], [16, 0]) == [OK, INVALID]
+
     def test_refuses_a_call_with_a_size_too_few(self, world: World) -> None:
         with pytest.raises(StoreError):
             world.a.put_open([world.key("k"), world.key("l")], [16])
@@ -176,6 +180,13 @@ class StoreContract:
         world.a.put_open([key], [8])
         assert [world.a.put_commit([key]), world.a.put_commit([key]), world.a.put_revoke([key])] == [[OK], [INVALID], [INVALID]]
 
+    @pytest.mark.parametrize("end", ["put_commit", "put_revoke"])
+    def test_the_end_of_a_put_counts_for_every_mention_of_its_key(self, world: World, end: str) -> None:
+        key, none = world.key("k"), world.key("none")
+        world.a.put_open([key], [8])
+        assert getattr(world.a, end)([key, none, key]) == [OK, INVALID, OK]
+        assert getattr(world.a, end)([key]) == [INVALID]
+
     def test_commits_holes_without_a_word(self, world: World) -> None:
         key = world.key("k")
         world.a.put_open([key], [8])
@@ -215,6 +226,19 @@ class StoreContract:
         key = world.put("k", b"x" * 8)
         assert world.b.get_open([key], [9]) == [SIZE_MISMATCH]
         assert world.b.get_ranges(one_range(key, world.buffer.address, 8)) == [INVALID]
+
+    def test_a_wrong_size_ends_no_session_of_a_right_one(self, world: World) -> None:
+        key = world.put("k", b"x" * 8)
+        assert world.a.get_open([key, key, key], [9, 8, 9]) == [SIZE_MISMATCH, OK, SIZE_MISMATCH]
+        assert world.a.get_open([key], [9]) == [SIZE_MISMATCH]
+        assert world.a.get_ranges(one_range(key, world.buffer.address, 8)) == [OK]
+
+    def test_a_read_of_no_ranges_is_done_at_once(self, world: World) -> None:
+        key = world.put("k", b"x" * 8)
+        batch = ranges([key], [[]], [], [])
+        assert world.a.get_ranges(batch) == [INVALID]
+        world.a.get_open([key], [8])
+        assert world.a.get_ranges(batch) == [OK]
 
     def test_reads_ranges_from_their_offsets_into_many_blocks(self, world: World) -> None:
         key = world.put("k", b"abcdwxyz")

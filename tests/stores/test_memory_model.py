@@ -65,9 +65,11 @@ class Model:
         answers, opened, missing = [], set(), 0
         for key, size in zip(names, sizes, strict=True):
             life = self.current.get(key)
-            if key in opened:
+            if size == 0:
+                answer = Outcome.INVALID
+            elif key in opened:
                 answer = Outcome.EXISTS
-            elif size == 0 or key in self.puts[client]:
+            elif key in self.puts[client]:
                 answer = Outcome.INVALID
             elif life and (life.state == "committed" or self.now - life.opened_at < DISCARD):
                 answer = Outcome.EXISTS
@@ -93,14 +95,14 @@ class Model:
         return answers
 
     def end(self, client: int, names: list[str], commit: bool) -> list[Outcome]:
-        answers = []
-        for key in names:
+        answers = {}
+        for key in dict.fromkeys(names):
             life = self.puts[client].get(key)
             if life is None or (life.state == "superseded" and commit):
-                answers.append(Outcome.INVALID)
+                answers[key] = Outcome.INVALID
             elif life.state == "superseded":
                 del self.puts[client][key]
-                answers.append(Outcome.NOT_OWNER)
+                answers[key] = Outcome.NOT_OWNER
             else:
                 if commit:
                     del self.puts[client][key]
@@ -108,8 +110,8 @@ class Model:
                     life.state, life.touched = "committed", self.ticks
                 else:
                     self.drop(life)
-                answers.append(Outcome.OK)
-        return answers
+                answers[key] = Outcome.OK
+        return [answers[key] for key in names]
 
     def get_open(self, client: int, names: list[str], sizes: list[int]) -> list[Outcome]:
         answers = []
@@ -120,6 +122,7 @@ class Model:
             elif life.state != "committed":
                 answers.append(Outcome.NOT_READY)
             elif len(life.data) != size:
+                self.touch(life)
                 answers.append(Outcome.SIZE_MISMATCH)
             else:
                 self.touch(life)
