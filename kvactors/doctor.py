@@ -6,15 +6,15 @@ import ctypes.util
 import importlib
 import importlib.util
 import json
+import os
 import platform
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -22,17 +22,12 @@ from rich.text import Text
 
 from kvactors.console import plain_console
 
-OK, MISSING, BROKEN = "ok", "missing", "broken"
+if TYPE_CHECKING:
+    from kvactors.core.store import Store
 
-MOONCAKE_DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
-MOONCAKE_LIBRARIES = {
-    "ibverbs": "libibverbs1",
-    "numa": "libnuma1",
-    "curl": "libcurl4",
-    "nl-3": "libnl-3-200",
-    "nl-route-3": "libnl-route-3-200",
-}
-"""Shared libraries that the Mooncake client loads, and the Debian packages that have them."""
+MOONCAKE_FIX = "pip install 'kvactors[mooncake]'"
+
+OK, MISSING, BROKEN = "ok", "missing", "broken"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +61,8 @@ def examine() -> list[Finding]:
         _mooncake_client,
         _mooncake_master,
         _mooncake_libraries,
+        mooncake_loopback,
+        mooncake_pool,
         _vllm,
         store_loopback,
         engine_loopback,
@@ -128,37 +125,72 @@ def _torch_npu() -> Finding:
 
 
 def _mooncake_client() -> Finding:
-    fix = "pip install 'kvactors[mooncake]'"
-    found = next(((d, v) for d in MOONCAKE_DISTRIBUTIONS if (v := _version(d))), None)
+    from kvactors.stores.mooncake.client import LIBRARIES, installed_version, native_module
+
+    name, found = "mooncake client", installed_version()
     if found is None:
-        return Finding("mooncake client", MISSING, "not installed", fix)
-    distribution, version = found
+        return Finding(name, MISSING, "not installed", MOONCAKE_FIX)
     try:
-        store = importlib.import_module("mooncake.store")
-        has_sessions = hasattr(store.MooncakeDistributedStore, "batch_put_session_start")
+        native_module()
     except Exception as error:
-        hint = f"apt-get install {' '.join(MOONCAKE_LIBRARIES.values())}"
-        return Finding("mooncake client", BROKEN, f"{distribution} {version} cannot be imported: {_line(error)}", hint)
-    if not has_sessions:
-        return Finding("mooncake client", BROKEN, f"{distribution} {version} has no session calls (0.3.13 or newer has)", fix)
-    return Finding("mooncake client", OK, f"{distribution} {version}")
+        fix = f"apt-get install {' '.join(LIBRARIES.values())}" if "cannot be loaded" in str(error) else MOONCAKE_FIX
+        return Finding(name, BROKEN, _line(error), fix)
+    return Finding(name, OK, " ".join(found))
 
 
 def _mooncake_master() -> Finding:
-    here = Path(sys.executable).parent / "mooncake_master"
-    path = shutil.which("mooncake_master") or (str(here) if here.exists() else None)
+    from kvactors.stores.mooncake.master import find_master
+
+    path = find_master()
     if path is None:
-        return Finding("mooncake master", MISSING, "mooncake_master is not on the PATH", "pip install 'kvactors[mooncake]'")
-    return Finding("mooncake master", OK, path)
+        return Finding("mooncake master", MISSING, "there is no mooncake_master here", MOONCAKE_FIX)
+    return Finding("mooncake master", OK, str(path))
 
 
 def _mooncake_libraries() -> Finding:
-    missing = [package for name, package in MOONCAKE_LIBRARIES.items() if ctypes.util.find_library(name) is None]
+    from kvactors.stores.mooncake.client import LIBRARIES
+
+    missing = [package for name, package in LIBRARIES.items() if ctypes.util.find_library(name) is None]
     if missing:
         return Finding(
             "mooncake libraries", MISSING, f"not found: {', '.join(missing)}", f"apt-get install {' '.join(missing)}"
         )
-    return Finding("mooncake libraries", OK, ", ".join(MOONCAKE_LIBRARIES.values()))
+    return Finding("mooncake libraries", OK, ", ".join(LIBRARIES.values()))
+
+
+def mooncake_loopback() -> Finding:
+    """Starts a master on 127.0.0.1, and writes an object to it and reads it back."""
+    from kvactors.stores import LocalMaster, MooncakeStore
+    from kvactors.stores.mooncake.client import installed_version
+    from kvactors.stores.mooncake.master import find_master
+
+    name = "mooncake loopback"
+    if installed_version() is None or find_master() is None:
+        return Finding(name, MISSING, "needs the client and the master", MOONCAKE_FIX)
+    try:
+        with LocalMaster() as master:
+            return _round_trip(name, MooncakeStore(**master.options(), global_segment_size=16 << 20), needed=False)
+    except Exception as error:
+        return Finding(name, BROKEN, f"self-test raised {_line(error)}", MOONCAKE_FIX)
+
+
+def mooncake_pool() -> Finding:
+    """Whether the pool that MOONCAKE_CONFIG_PATH names answers. It is asked, not written to."""
+    from kvactors.stores import MooncakeStore
+    from kvactors.stores.mooncake.config import CONFIG_PATH
+
+    name, path = "mooncake pool", os.environ.get(CONFIG_PATH)
+    if not path:
+        return Finding(name, MISSING, "none is configured; --local-master needs none", f"export {CONFIG_PATH}=mooncake.json")
+    try:
+        store = MooncakeStore(global_segment_size=0)
+        try:
+            health = store.health()
+        finally:
+            store.close()
+    except Exception as error:
+        return Finding(name, BROKEN, _line(error), f"check {path}, and the master it names")
+    return Finding(name, OK if health.ok else BROKEN, health.detail or f"{store.config.master_server_address} answers")
 
 
 def _vllm() -> Finding:
@@ -170,22 +202,31 @@ def _vllm() -> Finding:
 
 def store_loopback() -> Finding:
     """Writes an object to an embedded store and reads it back."""
+    name = "embedded store"
+    try:
+        from kvactors.stores import open_store
+
+        return _round_trip(name, open_store("memory"), needed=True)
+    except Exception as error:
+        return Finding(name, BROKEN, f"self-test raised {_line(error)}", needed=True)
+
+
+def _round_trip(name: str, store: Store, *, needed: bool) -> Finding:
+    """Writes an object, reads it back, compares it, and closes the store."""
     import numpy as np
 
     from kvactors.core.store import RangeBatch
-    from kvactors.stores import open_store
 
-    name, n = "embedded store", 4096
+    n = 4096
+    memory = np.zeros(2 * n, np.uint8)
+    memory[:n] = np.arange(n) % 251
+    base = memory.ctypes.data
+
+    def batch(address: int) -> RangeBatch:
+        return RangeBatch(["doctor"], np.array([[address]], np.int64), np.array([n], np.int64), np.array([0], np.int64))
+
     try:
-        store = open_store("memory")
-        memory = np.zeros(2 * n, np.uint8)
-        memory[:n] = np.arange(n) % 251
-        base = memory.ctypes.data
         store.register(base, memory.nbytes)
-
-        def batch(address: int) -> RangeBatch:
-            return RangeBatch(["doctor"], np.array([[address]], np.int64), np.array([n], np.int64), np.array([0], np.int64))
-
         answers = [
             *store.put_open(["doctor"], [n]),
             *store.put_ranges(batch(base)),
@@ -194,12 +235,12 @@ def store_loopback() -> Finding:
             *store.get_ranges(batch(base + n)),
             *store.get_close(["doctor"]),
         ]
+        store.unregister(base)
+    finally:
         store.close()
-    except Exception as error:
-        return Finding(name, BROKEN, f"self-test raised {_line(error)}", needed=True)
     if not all(answer.ok for answer in answers) or not (memory[:n] == memory[n:]).all():
-        return Finding(name, BROKEN, f"self-test answered {', '.join(a.value for a in answers)}", needed=True)
-    return Finding(name, OK, f"{n} bytes written, committed, read back and compared", needed=True)
+        return Finding(name, BROKEN, f"self-test answered {', '.join(a.value for a in answers)}", needed=needed)
+    return Finding(name, OK, f"{n} bytes written, committed, read back and compared", needed=needed)
 
 
 def engine_loopback() -> Finding:

@@ -309,6 +309,14 @@ def test_ctrl_c_drains_and_prints_the_partial_report(tmp_path: Path) -> None:
     assert data["invariants"]["violations"] == []
 
 
+@pytest.fixture
+def no_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/mooncake has the tests that start a master."""
+    monkeypatch.delenv("MOONCAKE_CONFIG_PATH", raising=False)
+    monkeypatch.setattr(doctor, "mooncake_loopback", lambda: doctor.Finding("mooncake loopback", doctor.OK, ""))
+
+
+@pytest.mark.usefixtures("no_master")
 def test_doctor_reports_and_tests_what_is_there() -> None:
     result = run("doctor", "--json")
     assert result.exit_code == 0, result.output
@@ -323,6 +331,7 @@ def test_doctor_reports_and_tests_what_is_there() -> None:
         assert f["fix"] in text
 
 
+@pytest.mark.usefixtures("no_master")
 def test_doctor_says_how_to_install_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     version = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "uvloop" else version(name))
@@ -337,6 +346,7 @@ def broken_parts(result: Result) -> dict[str, str]:
     return {f["name"]: f["detail"] for f in json.loads(result.stdout) if f["status"] == "broken"}
 
 
+@pytest.mark.usefixtures("no_master")
 def test_doctor_tells_of_a_store_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> None:
         raise StoreError(f"{name}: no store here")
@@ -346,6 +356,7 @@ def test_doctor_tells_of_a_store_that_cannot_be_opened(monkeypatch: pytest.Monke
     assert run("doctor").exit_code == 1
 
 
+@pytest.mark.usefixtures("no_master")
 def test_doctor_compares_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores.MemoryStore, "get_ranges", lambda _self, batch: [Outcome.OK] * len(batch.keys))
     found = broken_parts(run("doctor", "--json"))
