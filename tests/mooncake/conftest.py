@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvactors.errors import ConfigError
 from kvactors.stores import LocalMaster, MooncakeStore
-from kvactors.stores.mooncake.client import installed_version
+from kvactors.stores.mooncake.client import INSTALL, native_module
 from kvactors.stores.mooncake.master import find_master
 
 HERE = Path(__file__).parent
@@ -19,12 +20,21 @@ LEASE_S, DISCARD_S, RELEASE_S = 1.0, 2, 4
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = installed_version() is None or find_master() is None
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.mooncake)
-            if missing:
-                item.add_marker(pytest.mark.skip(reason="no Mooncake here: pip install 'kvactors[mooncake]'"))
+    mine = [item for item in items if HERE in item.path.parents]
+    problem = _problem() if mine else ""
+    for item in mine:
+        item.add_marker(pytest.mark.mooncake)
+        if problem:
+            item.add_marker(pytest.mark.skip(reason=problem))
+
+
+def _problem() -> str:
+    """Why no Mooncake can be run here; empty if it can."""
+    try:
+        native_module()
+    except ConfigError as error:
+        return str(error)
+    return "" if find_master() is not None else f"there is no mooncake_master here; {INSTALL}"
 
 
 @pytest.fixture(scope="module")
