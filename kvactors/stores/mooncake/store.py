@@ -119,6 +119,7 @@ class MooncakeStore:
         also for one that can never fit), UNREACHABLE.
         """
         nbytes, now = _paired(keys, sizes), self._clock.now()
+        self._check_open()
         good = [i for i, size in enumerate(nbytes) if 0 < size <= _MOST_SIZE]
         answers = [Outcome.INVALID] * len(keys)
         if good:
@@ -218,6 +219,7 @@ class MooncakeStore:
     def readable(self, keys: Sequence[str]) -> list[bool]:
         """Which keys are committed, and not known to be unreadable. StoreUnreachableError when the master does not answer."""
         call = "batch_is_readable" if self._client.has("batch_is_readable") else "batch_is_exist"
+        self._check_open()
         codes = self._client.ask(call, keys) if keys else []
         if any(code in _UNREACHABLE for code in codes):
             raise StoreUnreachableError(f"{call}: the master at {self.config.master_server_address} does not answer")
@@ -326,6 +328,7 @@ class MooncakeStore:
         return self._client.ask(call, keys, *arguments)
 
     def _outcomes(self, call: str, keys: Sequence[str]) -> list[Outcome]:
+        self._check_open()
         return [outcome_of(code) for code in self._ask(call, keys)] if keys else []
 
     def _end_puts(self, call: str, keys: Sequence[str]) -> list[Outcome]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -66,7 +67,7 @@ class FakeNative:
 
     @_scripted
     def batch_put_from_multi_buffer_ranges(self, keys: list[str], *ranges: list[list[int]]) -> list[int]:
-        return [self._move(self.puts.get(key), *mine, into=True) for key, *mine in zip(keys, *ranges, strict=True)]
+        return [self._move(True, self.puts.get(key), *mine) for key, *mine in zip(keys, *ranges, strict=True)]
 
     @_scripted
     def batch_put_session_end(self, keys: list[str]) -> list[int]:
@@ -86,7 +87,7 @@ class FakeNative:
     @_scripted
     def batch_get_into_multi_buffer_ranges(self, keys: list[str], *ranges: list[list[int]]) -> list[int]:
         open_ = [self.objects.get(key) if key in self.gets else None for key in keys]
-        return [self._move(data, *mine, into=False) for data, *mine in zip(open_, *ranges, strict=True)]
+        return [self._move(False, data, *mine) for data, *mine in zip(open_, *ranges, strict=True)]
 
     @_scripted
     def batch_get_session_end(self, keys: list[str]) -> int:
@@ -145,6 +146,22 @@ def _replica(key: str, nbytes: int) -> Any:
     where = SimpleNamespace(size=nbytes, transport_endpoint=SEGMENT, buffer_address=hash(key))
     memory = SimpleNamespace(buffer_descriptor=where)
     return SimpleNamespace(is_memory_replica=lambda: True, get_memory_descriptor=lambda: memory)
+
+
+class Gate:
+    """Holds a native call until released."""
+
+    def __init__(self, native: FakeNative, name: str) -> None:
+        self.arrived, self.release = threading.Semaphore(0), threading.Event()
+        native.before[name] = self
+
+    def __call__(self) -> None:
+        self.arrived.release()
+        assert self.release.wait(30)
+
+    def wait_for(self, calls: int) -> None:
+        for _ in range(calls):
+            assert self.arrived.acquire(timeout=30)
 
 
 class Bench:
