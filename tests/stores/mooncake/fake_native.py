@@ -130,7 +130,7 @@ class FakeNative:
 
     @staticmethod
     def _move(
-        data: bytearray | None, addresses: Sequence[int], sizes: Sequence[int], offsets: Sequence[int], into: bool
+        into: bool, data: bytearray | None, addresses: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
     ) -> int:
         if data is None or any(offset + size > len(data) for size, offset in zip(sizes, offsets, strict=True)):
             return -600
