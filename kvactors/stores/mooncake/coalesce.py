@@ -1,7 +1,7 @@
 """Fewer, bigger ranges: what of a batch can be sent as one range, directly or through a staging buffer.
 
 A range of a Mooncake store over TCP costs about 28 microseconds and 0.27 more per KiB (docs/design/mooncake.md), so two ranges
-of 16 KiB take as long as one of 200. Neighbours in the object that are neighbours in local memory too are one range. Those that
+of 16 KiB take as long as one of 130. Neighbours in the object that are neighbours in local memory too are one range. Those that
 are not are put next to each other in a staging buffer, where copying them costs less than the ranges it saves.
 """
 
@@ -15,11 +15,11 @@ import numpy as np
 from kvactors.core.store import Addresses, RangeBatch
 from kvactors.stores.copying import copy_table
 
-STAGE_MOST_BYTES = 48 << 10
+STAGE_MOST_BYTES = 64 << 10
 """Ranges that are larger on average are not staged: copying them costs what it saves (measured)."""
 
-GOOD_RANGE_BYTES = 128 << 10
-"""From here on a range's bytes cost more than the range itself."""
+GOOD_RANGE_BYTES = 256 << 10
+"""From here on most of a range's time goes to its bytes."""
 
 _ALIGN_BYTES = 64
 
