@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 
-.PHONY: setup test unit lint format soak nightly clean
+.PHONY: setup test unit lint format soak soak-mooncake nightly clean
 
 setup:
 	VENV=$(VENV) PYTHON=$(PYTHON) .ci/setup
@@ -28,6 +28,10 @@ soak: setup
 	for start in 0 10000 20000 30000 40000 50000 60000 70000 80000 90000; do \
 		$(VENV)/bin/kvactors simulate --seeds $$start:$$((start + 10000)) --jobs 2 || exit 1; \
 	done
+
+# A replay on a real Mooncake whose master is killed and started again, a hundred times over; prints what it met.
+soak-mooncake: setup
+	KVACTORS_KILLS=100 $(VENV)/bin/python -m pytest tests/mooncake/test_kills.py
 
 nightly: setup
 	start=$$(( $$(date +%s) / 86400 * 20000 )); $(VENV)/bin/kvactors simulate --seeds $$start:$$((start + 20000)) --jobs 2

@@ -59,6 +59,13 @@ class Sentinels:
                 assert time.monotonic() < deadline, f"{written} sentinels could be written"
                 time.sleep(_RETRY_S)
 
+    def wait_until_gone(self) -> None:
+        """Until the master has dropped all of them. Reads of a dead owner's objects cost 2 s each before that."""
+        deadline = time.monotonic() + PUT_S
+        while any(self._store.readable(self.keys)):
+            assert time.monotonic() < deadline, "the sentinels are still there"
+            time.sleep(_RETRY_S)
+
     def check(self) -> Found:
         """Reads all of them."""
         self._local[:] = 0
