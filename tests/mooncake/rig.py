@@ -13,7 +13,7 @@ from kvactors.core.steps import StepRequest
 from kvactors.engine import Step
 from kvactors.stores import MooncakeStore
 from kvactors.stores.fault_plan import Fault
-from tests.engine.rig import FULL, STATE, Rig, hashes
+from tests.engine.rig import Rig, hashes
 
 USABLE_AGAIN_S = 25.0
 """A client finds a new master, and gives it its memory again, within some seconds; then an engine asks again."""
@@ -65,6 +65,10 @@ class MooncakeRig(Rig):
             for array in self.local.values():
                 store.unregister(array.ctypes.data)
                 store.register(array.ctypes.data, array.nbytes, host=False)
+
+    async def __aenter__(self) -> MooncakeRig:
+        await super().__aenter__()
+        return self
 
     async def __aexit__(self, failed: object, *_: object) -> None:
         for gate in self.store.gates.values():
@@ -140,6 +144,3 @@ class MooncakeRig(Rig):
             tries += 1
             assert time.monotonic() < deadline, f"{tries} tries: {self.engine.stats()}"
             await asyncio.sleep(0.1)
-
-
-__all__ = ["FULL", "STATE", "USABLE_AGAIN_S", "MooncakeRig", "hashes", "hybrid_layout"]

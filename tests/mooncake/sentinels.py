@@ -7,6 +7,7 @@ import time
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvactors.core.store import Outcome, RangeBatch
 from kvactors.stores import MooncakeStore
@@ -79,6 +80,6 @@ class Sentinels:
         right = sum(bool((self._local[row] == self._right[row]).all()) for row in got)
         return Found(right, len(self.keys) - len(got), len(got) - right)
 
-    def _batch(self, memory: np.ndarray, rows: list[int]) -> RangeBatch:  # type: ignore[type-arg]
+    def _batch(self, memory: npt.NDArray[np.uint8], rows: list[int]) -> RangeBatch:
         addresses = memory.ctypes.data + np.array(rows, np.int64)[:, None] * self._nbytes
         return RangeBatch([self.keys[r] for r in rows], addresses, np.array([self._nbytes]), np.array([0]))

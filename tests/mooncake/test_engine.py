@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvactors.core.layout import KVLayout
-from kvactors.core.steps import GroupBlocks, ReleaseReason
+from kvactors.core.steps import GroupBlocks, ReleaseReason, StepRequest
 from kvactors.engine import BlockingEngine
 from kvactors.stores import MooncakeStore
 from tests.engine.rig import COMPRESSED, FULL, STATE, full_layout, hashes, seed_layout
@@ -188,12 +188,14 @@ async def test_device_memory_is_not_staged(owner: MooncakeStore, fine: list[byte
 class BlockingRig(MooncakeRig):
     """A rig whose engine is a `BlockingEngine`, driven by this thread."""
 
-    def forward(self, *requests: object) -> frozenset[str]:
-        step = self.blocking.begin_step(list(requests))  # type: ignore[arg-type]
+    blocking: BlockingEngine
+
+    def forward(self, *requests: StepRequest) -> frozenset[str]:
+        step = self.blocking.begin_step(requests)
         failed: frozenset[str] = frozenset()
         for layer in range(self.layout.stage_layers):
             failed |= step.wait_layer(layer)
-            self.compute(layer, *requests)  # type: ignore[arg-type]
+            self.compute(layer, *requests)
             step.layer_ready(layer)
             step.checkpoint(layer)
         step.end()

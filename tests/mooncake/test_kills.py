@@ -83,7 +83,7 @@ class Watched:
 
 def play(plan: Plan, store: Watched) -> Report:
     clock = MonotonicClock()
-    ground: Any = Ground("live", clock, ThreadCompute(clock), store)  # type: ignore[arg-type]
+    ground: Any = Ground("live", clock, ThreadCompute(clock), store)
     return asyncio.run(asyncio.wait_for(play_plan(plan, ground, Watchers()), RUN_S)).report
 
 
