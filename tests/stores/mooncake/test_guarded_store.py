@@ -197,6 +197,15 @@ def test_a_wrong_size_is_a_miss_that_is_reported_once(caplog: pytest.LogCaptureF
     assert caplog.text.count("stored with 8 bytes, the layout has 9") == 1
 
 
+def test_a_wrong_size_ends_no_session_of_a_right_one() -> None:
+    bench = Bench()
+    batch = reading(bench)
+    assert bench.store.get_open(["k"], [9]) == [SIZE_MISMATCH]
+    assert bench.store.get_ranges(batch) == [OK]
+    bench.store.get_close(["k"])
+    assert bench.native.gets == set()
+
+
 def test_a_key_whose_read_failed_is_not_readable_for_a_while() -> None:
     bench = Bench(negative_s=30.0)
     batch = reading(bench)
@@ -427,6 +436,22 @@ def test_bad_rows_are_not_gathered_and_do_not_keep_the_good_ones_back() -> None:
     batch.addresses[1, 3] = Buffer(64).address
     assert bench.store.put_ranges(batch) == [OK, INVALID, OK, INVALID]
     assert [made[0] for made in bench.native.made(PUT_RANGES)] == [["good", "good too"]]
+
+
+def test_a_staged_read_that_fails_for_some_keys_delivers_the_others_and_nothing_else() -> None:
+    bench = Bench(staging_bytes=1 << 20)
+    keys = ["k", "gone", "l", "gone too", "m"]
+    for i, key in enumerate(keys):
+        bench.put(key, bytes([i + 1]) * 64)
+    assert bench.store.get_open(keys, [64] * 5) == [OK] * 5
+    batch = scattered(bench, keys)
+    bench.native.before[GET_RANGES] = lambda: bench.native.gets.difference_update({"gone", "gone too"})
+    assert bench.store.get_ranges(batch) == [OK, INVALID, OK, INVALID, OK]
+    wanted = Buffer(bench.buffer.nbytes).bytes
+    for row in (0, 2, 4):
+        for address in (batch.addresses[row] - bench.buffer.address).tolist():
+            wanted[address : address + 16] = row + 1
+    assert (bench.buffer.bytes == wanted).all()
 
 
 def test_staging_memory_that_the_client_refuses_is_an_error() -> None:
