@@ -1,0 +1,157 @@
+"""From views to what the engine works with: cache entries (payload and stride), base addresses, and regions to register.
+
+The engine itself sees numbers only. A group's entries come from its views, never from assumed sizes: the address of block b is
+the view's own plus b strides, and the length is the payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from kvactors.core.layout import CacheEntry
+from kvactors.errors import LayoutError
+
+ELEMENT_KINDS: Mapping[torch.dtype, str] = MappingProxyType(
+    {
+        torch.float32: "fp32",
+        torch.float16: "fp16",
+        torch.bfloat16: "bf16",
+        torch.float8_e4m3fn: "fp8_e4m3",
+        torch.float8_e5m2: "fp8_e5m2",
+        torch.int8: "int8",
+        torch.uint8: "uint8",
+        torch.int32: "int32",
+    }
+)
+"""Canonical names of element kinds, which are part of a layout's digest."""
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A cache entry, and the address of its block 0."""
+
+    entry: CacheEntry
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMemory:
+    """What a group's views say of it.
+
+    Attributes:
+        layers: physical layer -> its entries, as `Group` takes them.
+        bases: (group id, physical layer, entry name) -> address of block 0, as `Engine` takes them.
+    """
+
+    layers: Mapping[int, tuple[CacheEntry, ...]]
+    bases: Mapping[tuple[int, int, str], int]
+
+
+def group_memory(group_id: int, views: Mapping[int, Mapping[str, Tensor]], blocks: int) -> GroupMemory:
+    """Entries and bases of one group.
+
+    Args:
+        views: physical layer -> cache name ("k", "v", "conv", …) -> its view, blocks (or kernel blocks) first.
+        blocks: the group's blocks; a view may have a multiple of them as kernel blocks.
+
+    Raises:
+        LayoutError: see `placed_entries`.
+    """
+    layers: dict[int, tuple[CacheEntry, ...]] = {}
+    bases: dict[tuple[int, int, str], int] = {}
+    for layer, named in views.items():
+        placed = [p for name, view in named.items() for p in placed_entries(name, view, blocks)]
+        layers[layer] = tuple(p.entry for p in placed)
+        bases.update({(group_id, layer, p.entry.name): p.address for p in placed})
+    return GroupMemory(layers, bases)
+
+
+def placed_entries(name: str, view: Tensor, blocks: int) -> list[Placed]:
+    """The entries of one view: one where a block is one dense run of bytes, else one for each such run, `name.0`, `name.1`, ….
+
+    Raises:
+        LayoutError: the element kind is unknown, the view is not made of so many blocks, they overlap each other, or kernel
+            blocks do not make up one dense page.
+    """
+    kind = ELEMENT_KINDS.get(view.dtype)
+    if kind is None:
+        raise LayoutError(
+            f"{name}: element type {view.dtype} has no canonical name; known are {', '.join(ELEMENT_KINDS.values())}"
+        )
+    if view.dim() < 1 or blocks < 1 or view.shape[0] % blocks:
+        raise LayoutError(f"{name}: a view of shape {tuple(view.shape)} is not made of {blocks} blocks")
+    item, per_block = view.element_size(), view.shape[0] // blocks
+    runs = [(offset * item, nbytes * item) for offset, nbytes in _dense_runs(view, name)]
+    stride = view.stride(0) * item
+    if per_block > 1:
+        if runs != [(0, stride)]:
+            raise LayoutError(f"{name}: kernel blocks of {runs} bytes, {stride} apart, do not make up one dense page")
+        runs, stride = [(0, per_block * stride)], per_block * stride
+    if blocks > 1:
+        for _, nbytes in runs:
+            if nbytes > stride:
+                raise LayoutError(f"{name}: blocks of {nbytes} bytes, {stride} bytes apart, overlap")
+    names = [name] if len(runs) == 1 else [f"{name}.{i}" for i in range(len(runs))]
+    return [
+        Placed(CacheEntry(n, nbytes, max(stride, nbytes), kind), view.data_ptr() + offset)
+        for n, (offset, nbytes) in zip(names, runs, strict=True)
+    ]
+
+
+def _dense_runs(view: Tensor, name: str) -> list[tuple[int, int]]:
+    """(offset, length) in elements of the dense runs of block 0, by address."""
+    inner = sorted(
+        ((stride, size) for stride, size in zip(view.stride()[1:], view.shape[1:], strict=True) if size > 1), key=lambda d: d[0]
+    )
+    run = 1
+    outer: list[tuple[int, int]] = []
+    for stride, size in inner:
+        if stride < run:
+            raise LayoutError(f"{name}: a view of stride {view.stride()} and shape {tuple(view.shape)} overlaps itself")
+        if stride == run and not outer:
+            run *= size
+        else:
+            outer.append((stride, size))
+    offsets = [0]
+    for stride, size in outer:
+        offsets = [at + i * stride for at in offsets for i in range(size)]
+    offsets.sort()
+    if any(b - a < run for a, b in pairwise(offsets)):
+        raise LayoutError(f"{name}: a view of stride {view.stride()} and shape {tuple(view.shape)} overlaps itself")
+    return [(at, run) for at in offsets]
+
+
+def registered_regions(views: Iterable[Tensor], align_bytes: int = 1) -> list[tuple[int, int]]:
+    """(address, bytes) to register with a store: each storage once, from its first byte in use to its last.
+
+    Args:
+        views: of any groups and layers, shared memory included.
+        align_bytes: beginnings and ends are moved outwards to multiples of it, as far as the storage goes
+            (`HUGE_PAGE_BYTES` where a transport wants it).
+
+    Raises:
+        LayoutError: `align_bytes` is below 1.
+    """
+    if align_bytes < 1:
+        raise LayoutError(f"align_bytes = {align_bytes}: must be at least 1")
+    found: dict[int, tuple[int, int, int]] = {}
+    for view in views:
+        storage = view.untyped_storage()
+        begin = view.data_ptr()
+        end = begin + (sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True)) + 1) * view.element_size()
+        low, high, limit = found.get(storage.data_ptr(), (begin, end, storage.data_ptr() + storage.nbytes()))
+        found[storage.data_ptr()] = (min(low, begin), max(high, end), limit)
+    regions: list[tuple[int, int]] = []
+    for start, (low, high, limit) in sorted(found.items()):
+        begin = max(start, low // align_bytes * align_bytes)
+        end = min(limit, -(-high // align_bytes) * align_bytes)
+        regions.append((begin, end - begin))
+    return regions

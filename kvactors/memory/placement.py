@@ -1,0 +1,280 @@
+"""All caches of a model, from what vLLM says of them: raw memory, and a view (or views) for each layer by name.
+
+Two forms of configuration are known, told apart by what a tensor of it says:
+
+* vLLM 0.32 and 0.33: one byte buffer for everything; a tensor places layers by `offset`, `layer_stride` and `block_stride`. A
+  layer's cache is one view [block, head, token, content], a state layer's [block, 1, 1, bytes]: the views that vLLM's own
+  runner makes.
+* vLLM-Ascend's model runner V1: raw tensors by layer, K/V tuples included; layers that are `shared_by` one tensor share memory.
+  A layer's caches are a tuple of views: K and V, or the states.
+
+Nothing here imports vLLM: a cache specification is read by its attributes. Whether layers share a buffer comes from the
+placement alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvactors.errors import LayoutError
+from kvactors.memory.attention import attention_views, contiguous_attention_views, kernel_blocks_per_block
+from kvactors.memory.observe import tell_attention, tell_states
+from kvactors.memory.states import contiguous_state_views, state_views
+from kvactors.memory.strided import pages, payload_bytes, raw_bytes, strided, typed
+
+Views = Tensor | tuple[Tensor, ...]
+Raw = Tensor | tuple[Tensor, ...]
+
+AXES = "LBHNC"
+"""Layer, block, head, token (or stored state), content: the letters of a layout's name, outermost first."""
+
+
+def allocate_kv_cache(config: Any, device: torch.device | str = "cpu") -> Raw | dict[str, Raw]:
+    """Zeroed raw memory for a configuration: one byte buffer, or (Ascend V1) tensors by layer, shared as it says.
+
+    Raises:
+        LayoutError: the configuration has no tensors, or places them in buffers of different sizes.
+    """
+    tensors = _tensors(config)
+    if not _is_placed(tensors):
+        memory: dict[str, Raw] = {}
+        for tensor in tensors:
+            raw = torch.zeros(tensor.size, dtype=torch.int8, device=device)
+            memory.update(dict.fromkeys(tensor.shared_by, raw))
+        return memory
+    sizes = {tensor.size for tensor in tensors}
+    if len(sizes) > 1:
+        raise LayoutError(f"the cache's tensors are placed in buffers of different sizes: {sorted(sizes)}")
+    return torch.zeros(sizes.pop(), dtype=torch.int8, device=device)
+
+
+def cache_views(
+    config: Any,
+    raw: Raw | Mapping[str, Raw],
+    *,
+    layout: str | None = None,
+    kernel_block_sizes: Sequence[int] | None = None,
+    contiguous: bool = False,
+) -> dict[str, Views]:
+    """Layer name -> its view, or views, over raw memory.
+
+    Args:
+        config: a `KVCacheConfig` of vLLM or of vLLM-Ascend.
+        raw: what `allocate_kv_cache` made, or what a runner allocated: one buffer, or tensors (and K/V tuples) by layer.
+        layout: order of the axes in a buffer, such as "LBHNC"; None = the configuration's own.
+        kernel_block_sizes: tokens of a kernel block, by group; None = blocks are not split.
+        contiguous: the compatible layout with dense states and padding in regions of its own (raw tensors by layer only).
+
+    Raises:
+        LayoutError: a specification or a placement that has no views; it names layer or group.
+    """
+    tensors = _tensors(config)
+    if isinstance(raw, Tensor):
+        if not _is_placed(tensors):
+            raise LayoutError("the configuration says nothing of places in one buffer; give raw tensors by layer")
+        if contiguous:
+            raise LayoutError("the contiguous layout is one of raw tensors by layer; a buffer's places are its own")
+        return _placed_views(config, tensors, raw, layout, kernel_block_sizes)
+    if not isinstance(raw, Mapping):
+        raise LayoutError(f"raw memory of type {type(raw).__name__}: give one buffer, or tensors by layer")
+    return _layer_views(config, raw, kernel_block_sizes, contiguous)
+
+
+def layer_specs(config: Any) -> dict[str, tuple[int, Any]]:
+    """Layer name -> (group number, its own specification); wrappers of layers with different shapes are opened."""
+    found: dict[str, tuple[int, Any]] = {}
+    for number, group in enumerate(config.kv_cache_groups):
+        inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        for name in group.layer_names:
+            found[name] = (number, group.kv_cache_spec if inner is None else inner[name])
+    return found
+
+
+def is_state(spec: Any) -> bool:
+    """Whether a specification is that of a recurrent state."""
+    return hasattr(spec, "shapes")
+
+
+def _tensors(config: Any) -> Sequence[Any]:
+    tensors: Sequence[Any] = config.kv_cache_tensors
+    if not tensors:
+        raise LayoutError("the cache configuration has no tensors")
+    return tensors
+
+
+def _is_placed(tensors: Sequence[Any]) -> bool:
+    return hasattr(tensors[0], "block_stride")
+
+
+# -- one buffer ----------------------------------------------------------------------------------------------------------
+
+
+def _placed_views(
+    config: Any, tensors: Sequence[Any], buffer: Tensor, layout: str | None, kernel_block_sizes: Sequence[int] | None
+) -> dict[str, Views]:
+    order = layout or config.kv_cache_layout or AXES
+    if sorted(order) != sorted(AXES):
+        raise LayoutError(f"layout {order!r}: must name each of {AXES} once, outermost first")
+    specs = layer_specs(config)
+    hybrid = any(is_state(spec) for _, spec in specs.values())
+    views: dict[str, Views] = {}
+    for tensor in tensors:
+        group, spec = specs[tensor.layers[0]]
+        if not getattr(spec, "has_layer_views", True):
+            views.update(dict.fromkeys(tensor.layers, buffer))
+            continue
+        kernel = spec.block_size
+        if kernel_block_sizes is not None and group < len(kernel_block_sizes) and not is_state(spec):
+            kernel = kernel_block_sizes[group]
+        for number, name in enumerate(tensor.layers):
+            offset = tensor.offset + number * tensor.layer_stride
+            view = _placed_view(buffer, spec, _blocks(config, tensor), kernel, tensor.block_stride, offset, order, name)
+            views[name] = view
+            if is_state(spec):
+                tell_states(name, tensor.block_stride, [view])
+            else:
+                tell_attention(name, hybrid, [view])
+    return views
+
+
+def _blocks(config: Any, tensor: Any) -> int:
+    ask = getattr(config, "num_blocks_of", None)
+    return int(config.num_blocks if ask is None else ask(tensor))
+
+
+def _placed_view(
+    buffer: Tensor, spec: Any, blocks: int, kernel_tokens: int, block_stride: int, offset: int, order: str, name: str
+) -> Tensor:
+    """[block, head, token, content] of one layer; content in bytes, then as elements where the specification has a type."""
+    per_block = kernel_blocks_per_block(spec.block_size, kernel_tokens)
+    heads, content = int(spec.num_heads), int(spec.state_content_size_bytes)
+    if per_block > 1:
+        dense = heads * int(spec.get_num_kernel_states(spec.block_size)) * content
+        if block_stride != dense or getattr(spec, "page_size_padded", None) not in (None, dense):
+            raise LayoutError(
+                f"{name}: blocks of {dense} bytes, {block_stride} apart, are no dense pages, so they cannot be split into "
+                f"{per_block} kernel blocks of {kernel_tokens} tokens; use blocks of {kernel_tokens} tokens, or a layout with "
+                "the layers outermost"
+            )
+        block_stride //= per_block
+    shape = {"B": blocks * per_block, "H": heads, "N": int(spec.get_num_kernel_states(kernel_tokens)), "C": content}
+    strides: dict[str, int] = {}
+    step = 1
+    for axis in reversed(order.replace("L", "")):
+        strides[axis] = block_stride if axis == "B" else step
+        step = strides[axis] * shape[axis]
+    axes = "BHNC"
+    view = strided(buffer, torch.int8, [shape[a] for a in axes], [strides[a] for a in axes], offset, name)
+    dtype: torch.dtype | None = getattr(spec, "dtype", None)
+    return view if dtype is None else view.view(dtype)
+
+
+# -- raw tensors by layer ------------------------------------------------------------------------------------------------
+
+
+def _layer_views(
+    config: Any, raw: Mapping[str, Raw], kernel_block_sizes: Sequence[int] | None, contiguous: bool
+) -> dict[str, Views]:
+    specs = layer_specs(config)
+    hybrid = any(is_state(spec) for _, spec in specs.values())
+    views: dict[str, Views] = {}
+    for name, memory in raw.items():
+        if name not in specs:
+            raise LayoutError(f"{name}: raw memory of a layer that no group of the configuration has")
+        group, spec = specs[name]
+        if is_state(spec):
+            found: tuple[Tensor, ...] = _state_layer(name, spec, memory, config.num_blocks, contiguous)
+            tell_states(name, spec.page_size_bytes, found)
+        else:
+            kernel = None if kernel_block_sizes is None else kernel_block_sizes[group]
+            lead = _lead_bytes(specs, raw, memory, spec) if contiguous else 0
+            found = _attention_layer(name, spec, memory, kernel, contiguous, lead)
+            tell_attention(name, hybrid, found)
+        views[name] = found
+    return views
+
+
+def _state_layer(name: str, spec: Any, memory: Raw, blocks: int, contiguous: bool) -> tuple[Tensor, ...]:
+    if not isinstance(memory, Tensor):
+        raise LayoutError(f"{name}: the states of a layer lie in one allocation, not in {len(memory)}")
+    if contiguous:
+        return tuple(contiguous_state_views(memory, spec.shapes, spec.dtypes, blocks=raw_bytes(memory) // spec.page_size_bytes))
+    views = state_views(memory, spec.shapes, spec.dtypes, spec.page_size_bytes)
+    if views[0].shape[0] < blocks:
+        raise LayoutError(f"{name}: {views[0].shape[0]} blocks of memory, {blocks} in the configuration")
+    return tuple(views)
+
+
+def _attention_layer(
+    name: str, spec: Any, memory: Raw, kernel_tokens: int | None, contiguous: bool, lead_bytes: int
+) -> tuple[Tensor, ...]:
+    """K and V; in a tuple each lane's head comes from its own allocation (MLA's two parts differ), a scale last."""
+    dtype: torch.dtype = spec.dtype
+    heads, tokens = int(spec.num_kv_heads), int(spec.block_size)
+    k_dim, v_dim = int(spec.head_size), int(_known(getattr(spec, "head_size_v", None), spec.head_size))
+    if isinstance(memory, Tensor):
+        blocks = raw_bytes(memory) // int(spec.page_size_bytes)
+        if not v_dim:  # one latent vector stands for K and V (MLA)
+            return (pages(memory, dtype, blocks, (heads, tokens, k_dim), int(spec.page_size_bytes), 0, name),)
+        if contiguous:
+            return contiguous_attention_views(
+                memory,
+                blocks=blocks,
+                block_tokens=tokens,
+                kv_heads=heads,
+                head_dim=k_dim,
+                head_dim_v=v_dim,
+                dtype=dtype,
+                lead_bytes=lead_bytes,
+            )
+        return attention_views(
+            memory,
+            blocks=blocks,
+            block_tokens=tokens,
+            kv_heads=heads,
+            head_dim=k_dim,
+            head_dim_v=v_dim,
+            dtype=dtype,
+            page_bytes=int(spec.page_size_bytes),
+            kernel_tokens=kernel_tokens,
+        )
+    blocks = sum(raw_bytes(lane) for lane in memory) // int(spec.page_size_bytes)
+    split = 1 if kernel_tokens is None else kernel_blocks_per_block(tokens, kernel_tokens)
+    scale: torch.dtype | None = getattr(spec, "scale_dtype", None) if getattr(spec, "scale_dim", 0) else None
+    views: list[Tensor] = []
+    for number, lane in enumerate(memory):
+        of_lane = scale if scale is not None and number == len(memory) - 1 else dtype
+        row = blocks * heads * tokens * of_lane.itemsize
+        if blocks < 1 or raw_bytes(lane) % row:
+            raise LayoutError(
+                f"{name}: {raw_bytes(lane)} bytes are no whole number of elements for {blocks} blocks of {tokens}"
+            )
+        shape = (blocks * split, heads, tokens // split, raw_bytes(lane) // row)
+        views.append(typed(lane, of_lane).view(shape))
+    return tuple(views)
+
+
+def _known(value: int | None, otherwise: int) -> int:
+    return otherwise if value is None else value
+
+
+def _lead_bytes(specs: Mapping[str, tuple[int, Any]], raw: Mapping[str, Raw], memory: Raw, spec: Any) -> int:
+    """Bytes a block that a state layer in the same memory uses in front of what lies over K."""
+    for name, (_, other) in specs.items():
+        if is_state(other) and raw.get(name) is memory:
+            sizes = [payload_bytes(shape, dtype) for shape, dtype in zip(other.shapes, other.dtypes, strict=True)]
+            k_bytes = payload_bytes((spec.num_kv_heads, spec.block_size, spec.head_size), spec.dtype)
+            if sizes[-1] != k_bytes:
+                raise LayoutError(
+                    f"{name}: a last state of {sizes[-1]} bytes over a K block of {k_bytes}: in the contiguous layout they "
+                    "share memory block by block, so they must be equal; use the strided views"
+                )
+            return sum(sizes[:-1])
+    return 0
+
+
+__all__ = ["AXES", "Raw", "Views", "allocate_kv_cache", "cache_views", "is_state", "layer_specs"]
