@@ -15,7 +15,7 @@ placement alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ from kvactors.memory.observe import tell_attention, tell_states
 from kvactors.memory.states import contiguous_state_views, state_views
 from kvactors.memory.strided import pages, payload_bytes, raw_bytes, strided, typed
 
-Views = Tensor | tuple[Tensor, ...]
-Raw = Tensor | tuple[Tensor, ...]
+Views: TypeAlias = Tensor | tuple[Tensor, ...]
+Raw: TypeAlias = Tensor | tuple[Tensor, ...]
 
 AXES = "LBHNC"
 """Layer, block, head, token (or stored state), content: the letters of a layout's name, outermost first."""
