@@ -201,8 +201,8 @@ def _set_up(module: Any, config: MooncakeConfig) -> Any:
     )
     if code != 0:
         raise StoreUnreachableError(
-            f"no Mooncake client could be set up ({code}): is a master running at {config.master_server_address}, and can "
-            f"{config.global_segment_size} bytes be given to the pool over {config.protocol}?"
+            f"no Mooncake client could be set up ({code}): is a master running at {config.master_server_address}, and is "
+            f"{config.protocol} there with {config.segment_bytes} bytes to give to the pool?"
         )
     return native
 
