@@ -197,7 +197,7 @@ def test_an_object_of_another_size_is_a_miss_that_is_reported_once(
         assert plain.get_open([key], [78]) == [SIZE_MISMATCH]
         assert plain.get_ranges(one_range(key, buffer.address, 8)) == [Outcome.INVALID]
     assert plain.stats()["gets_open"] == 0
-    assert caplog.text.count("stored with 77 bytes, the layout has 78") == 1
+    assert caplog.text.count("an object of 77 bytes, the layout has 78") == 1
 
 
 # Placement

@@ -9,8 +9,8 @@ import pytest
 
 from kvactors.core.store import Outcome, RangeBatch
 from kvactors.errors import StoreError, StoreUnreachableError, UnregisteredMemoryError
+from kvactors.stores.mooncake.sender import GET_RANGES, PUT_RANGES
 from kvactors.stores.mooncake.staging import SLOTS
-from kvactors.stores.mooncake.store import GET_RANGES, PUT_RANGES
 from tests.stores.contract import Buffer, one_range, ranges
 from tests.stores.memory_world import Background
 from tests.stores.mooncake.fake_native import Bench, FakeNative, Gate
@@ -194,7 +194,7 @@ def test_a_wrong_size_is_a_miss_that_is_reported_once(caplog: pytest.LogCaptureF
         bench.put(key, b"x" * 8)
         assert bench.store.get_open([key], [9]) == [SIZE_MISMATCH]
     assert bench.native.gets == set()
-    assert caplog.text.count("stored with 8 bytes, the layout has 9") == 1
+    assert caplog.text.count("an object of 8 bytes, the layout has 9") == 1
 
 
 def test_a_wrong_size_ends_no_session_of_a_right_one() -> None:

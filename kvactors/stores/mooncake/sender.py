@@ -1,0 +1,112 @@
+"""Range calls on their way to the native client: joined, staged where that pays, and answered key by key."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvactors.core.store import Outcome, RangeBatch
+from kvactors.errors import StoreError
+from kvactors.stores.mooncake.client import Client
+from kvactors.stores.mooncake.coalesce import GOOD_RANGE_BYTES, Staging, joined
+from kvactors.stores.mooncake.codes import range_outcome
+from kvactors.stores.mooncake.staging import StagingBuffers
+from kvactors.stores.regions import Regions
+
+PUT_RANGES, GET_RANGES = "batch_put_from_multi_buffer_ranges", "batch_get_into_multi_buffer_ranges"
+
+Answers = list[Outcome]
+
+
+class Sender:
+    """Thread-safe.
+
+    Args:
+        protocol: staging was measured over TCP; other transports move small ranges well, or from memory that cannot be copied.
+        staging_bytes: memory for staging buffers; 0 = none.
+
+    Raises:
+        StoreError: the staging buffers cannot be registered.
+    """
+
+    def __init__(self, client: Client, protocol: str, staging_bytes: int) -> None:
+        self.count: Counter[str] = Counter()
+        self._client = client
+        self._lock = threading.Lock()
+        staging = StagingBuffers(staging_bytes) if protocol == "tcp" else None
+        self._staging = staging if staging is not None and staging.slot_bytes else None
+        if self._staging is not None:
+            code = client.tell("register_buffer", self._staging.address, self._staging.nbytes)
+            if code != 0:
+                raise StoreError(f"the staging buffer of {self._staging.nbytes} bytes cannot be registered ({code})")
+
+    @property
+    def good_range_bytes(self) -> int:
+        return GOOD_RANGE_BYTES if self._staging is not None else 0
+
+    def put(self, batch: RangeBatch, answers: Answers, rows: Sequence[int], host: Regions | None) -> None:
+        """Writes the ranges of `rows` and fills in their answers. `host`: what may be copied by the CPU; None = all of it."""
+        if len(set(batch.keys)) < len(batch.keys):
+            rows = [row for row in rows if batch.keys[row] not in batch.keys[:row]]
+        self._send(batch, PUT_RANGES, answers, rows, host, lambda: None)
+
+    def get(
+        self, batch: RangeBatch, answers: Answers, rows: Sequence[int], host: Regions | None, judge: Callable[[], None]
+    ) -> None:
+        """Reads the ranges of `rows`; `judge` corrects their answers before anything leaves a staging buffer."""
+        self._send(batch, GET_RANGES, answers, rows, host, judge)
+
+    def _send(
+        self,
+        batch: RangeBatch,
+        call: str,
+        answers: Answers,
+        rows: Sequence[int],
+        host: Regions | None,
+        judge: Callable[[], None],
+    ) -> None:
+        if not rows:
+            return
+        whole = joined(batch if len(rows) == len(batch.keys) else _part(batch, np.array(rows, np.intp)))
+        staging, plan, slot = self._staging, None, None
+        if staging is not None and (host is None or host.cover(whole.addresses, whole.sizes).all()):
+            plan = Staging.plan(whole)
+            if plan is not None and plan.pitch <= staging.slot_bytes:
+                slot = staging.take()
+        if staging is None or plan is None or slot is None:
+            self._call(whole, call, answers, rows)
+            judge()
+            return
+        try:
+            most = staging.slot_bytes // plan.pitch
+            for lo in range(0, len(rows), most):
+                chunk, chunk_rows = _part(whole, slice(lo, lo + most)), rows[lo : lo + most]
+                if call == PUT_RANGES:
+                    plan.gather(chunk, slot)
+                self._call(plan.sent(chunk, slot), call, answers, chunk_rows)
+                judge()
+                if call == GET_RANGES:
+                    good = [i for i, row in enumerate(chunk_rows) if answers[row] is Outcome.OK]
+                    plan.scatter(chunk, slot, slice(None) if len(good) == len(chunk_rows) else np.array(good, np.int64))
+                with self._lock:
+                    self.count["staged_bytes"] += plan.pitch * len(chunk_rows)
+        finally:
+            staging.give_back(slot)
+
+    def _call(self, batch: RangeBatch, call: str, answers: Answers, rows: Sequence[int]) -> None:
+        n, nbytes = len(batch.keys), batch.nbytes_per_key
+        sizes, offsets = batch.sizes.tolist(), batch.offsets.tolist()
+        codes = self._client.ask(call, batch.keys, batch.addresses.tolist(), [sizes] * n, [offsets] * n)
+        for row, code in zip(rows, codes, strict=True):
+            answers[row] = range_outcome(code, nbytes)
+        with self._lock:
+            self.count["ranges_sent"] += n * len(sizes)
+
+
+def _part(batch: RangeBatch, rows: slice | npt.NDArray[np.intp]) -> RangeBatch:
+    keys = batch.keys[rows] if isinstance(rows, slice) else [batch.keys[row] for row in rows.tolist()]
+    return RangeBatch(keys, batch.addresses[rows], batch.sizes, batch.offsets)
