@@ -131,8 +131,7 @@ def _placed_views(
         if kernel_block_sizes is not None and group < len(kernel_block_sizes) and not is_state(spec):
             kernel = kernel_block_sizes[group]
         for number, name in enumerate(tensor.layers):
-            offset = tensor.offset + number * tensor.layer_stride
-            view = _placed_view(buffer, spec, _blocks(config, tensor), kernel, tensor.block_stride, offset, order, name)
+            view = _placed_view(buffer, spec, tensor, number, _blocks(config, tensor), kernel, order)
             views[name] = view
             if is_state(spec):
                 tell_states(name, tensor.block_stride, [view])
@@ -146,31 +145,42 @@ def _blocks(config: Any, tensor: Any) -> int:
     return int(config.num_blocks if ask is None else ask(tensor))
 
 
-def _placed_view(
-    buffer: Tensor, spec: Any, blocks: int, kernel_tokens: int, block_stride: int, offset: int, order: str, name: str
-) -> Tensor:
-    """[block, head, token, content] of one layer; content in bytes, then as elements where the specification has a type."""
+def _placed_view(buffer: Tensor, spec: Any, tensor: Any, number: int, blocks: int, kernel_tokens: int, order: str) -> Tensor:
+    """[block, head, token, content] of one of a tensor's layers; content in bytes where the specification has no type."""
+    name, layer_stride, block_stride = tensor.layers[number], int(tensor.layer_stride), int(tensor.block_stride)
     per_block = kernel_blocks_per_block(spec.block_size, kernel_tokens)
     heads, content = int(spec.num_heads), int(spec.state_content_size_bytes)
+    padded = getattr(spec, "page_size_padded", None) is not None
+    if block_stride < 1 or (layer_stride < 1 and len(tensor.layers) > 1):
+        raise LayoutError(f"{name}: layers {layer_stride} and blocks {block_stride} bytes apart; they must lie apart")
+    if padded and heads > 1 and order.index("H") < max(order.index("L"), order.index("B")):
+        raise LayoutError(f"{name}: layout {order} takes the {heads} heads of a page apart, so pages cannot have padding")
     if per_block > 1:
         dense = heads * int(spec.get_num_kernel_states(spec.block_size)) * content
-        if block_stride != dense or getattr(spec, "page_size_padded", None) not in (None, dense):
+        if block_stride != dense or padded:
             raise LayoutError(
                 f"{name}: blocks of {dense} bytes, {block_stride} apart, are no dense pages, so they cannot be split into "
                 f"{per_block} kernel blocks of {kernel_tokens} tokens; use blocks of {kernel_tokens} tokens, or a layout with "
                 "the layers outermost"
             )
+        if block_stride % per_block:
+            raise LayoutError(f"{name}: a block of {block_stride} bytes does not divide into {per_block} kernel blocks")
         block_stride //= per_block
-    shape = {"B": blocks * per_block, "H": heads, "N": int(spec.get_num_kernel_states(kernel_tokens)), "C": content}
+    dtype: torch.dtype = getattr(spec, "dtype", None) or torch.int8
+    if content % dtype.itemsize:
+        raise LayoutError(f"{name}: content of {content} bytes is no whole number of elements of {dtype}")
+    states = int(spec.get_num_kernel_states(kernel_tokens))
+    sizes = {"L": len(tensor.layers), "B": blocks * per_block, "H": heads, "N": states, "C": content}
+    fixed = {"L": layer_stride, "B": block_stride}
     strides: dict[str, int] = {}
     step = 1
-    for axis in reversed(order.replace("L", "")):
-        strides[axis] = block_stride if axis == "B" else step
-        step = strides[axis] * shape[axis]
+    for axis in reversed(order):  # heads that have layers or blocks inside of them step over all of these
+        strides[axis] = fixed.get(axis) or step
+        step = strides[axis] * sizes[axis]
+    strides["C"], sizes["C"] = dtype.itemsize, content // dtype.itemsize
     axes = "BHNC"
-    view = strided(buffer, torch.int8, [shape[a] for a in axes], [strides[a] for a in axes], offset, name)
-    dtype: torch.dtype | None = getattr(spec, "dtype", None)
-    return view if dtype is None else view.view(dtype)
+    offset = int(tensor.offset) + number * layer_stride
+    return strided(buffer, dtype, [sizes[a] for a in axes], [strides[a] for a in axes], offset, name)
 
 
 # -- raw tensors by layer ------------------------------------------------------------------------------------------------
