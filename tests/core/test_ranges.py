@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvactors.core.config import EngineConfig
 from kvactors.core.coverage import Coverage
 from kvactors.core.layout import CacheEntry, Group, GroupKind, KVLayout
-from kvactors.core.ranges import MAX_RANGES, GroupRanges, group_ranges
+from kvactors.core.ranges import MAX_RANGES, GroupRanges, group_ranges, read_runs
 from kvactors.core.saves import range_calls
 from kvactors.errors import ConfigError, LayoutError
 
@@ -129,3 +129,19 @@ def test_a_missing_base_is_named() -> None:
 def test_a_bad_option_is_named(options: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         EngineConfig(**options)  # type: ignore[arg-type]
+
+
+@given(layouts, st.integers(1, 900))
+def test_a_run_is_as_short_as_makes_a_good_range_and_the_first_layer_is_one(sizes: list[list[int]], good: int) -> None:
+    _, ranges = ranges_of(sizes, EngineConfig())
+    runs = read_runs(ranges, good)
+    layers = list(ranges.layers)
+    assert list(runs) == layers
+    assert runs[layers[0]] == layers[0]
+    for last in dict.fromkeys(runs.values()):
+        members = [layer for layer in layers if runs[layer] == last]
+        assert members == layers[layers.index(members[0]) : layers.index(last) + 1]
+        if members[0] != layers[0]:
+            shorter = sum(ranges.layers[layer].nbytes for layer in members[:-1])
+            assert shorter < good
+            assert last == layers[-1] or shorter + ranges.layers[last].nbytes >= good

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from kvactors.core.store import RangeBatch
 from kvactors.stores.fault_plan import Fault
 from kvactors.stores.memory import MemoryStore
@@ -21,10 +23,15 @@ class Coarse(MemoryStore):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.ranges_put: list[int] = []
+        self.ranges_got: list[int] = []
 
     def put_ranges(self, batch: RangeBatch) -> Any:
         self.ranges_put.append(len(batch.sizes))
         return super().put_ranges(batch)
+
+    def get_ranges(self, batch: RangeBatch) -> Any:
+        self.ranges_got.append(len(batch.sizes))
+        return super().get_ranges(batch)
 
 
 async def test_layers_that_wait_for_a_busy_store_are_saved_in_one_call() -> None:
@@ -49,3 +56,53 @@ async def test_layers_that_wait_for_a_busy_store_are_saved_in_one_call() -> None
         again = rig.request("b", fine, load={0: [0, 1, 2]}, first_id=9)
         await rig.run(again)
         assert rig.loaded_right(again)
+
+
+async def stored(rig: Rig, count: int = 3) -> list[bytes]:
+    fine = hashes(count)
+    await rig.save("w", fine)
+    return fine
+
+
+async def test_the_layers_of_a_run_are_loaded_in_one_call_and_the_first_layer_alone() -> None:
+    store = Coarse()
+    async with Rig(full_layout(layers=LAYERS), inner=store) as rig:
+        request = rig.request("r", await stored(rig), load={0: [0, 1, 2]}, first_id=9)
+        await rig.run(request)
+        assert rig.loaded_right(request)
+        assert sorted(store.ranges_got) == [2, 2 * (LAYERS - 1)]
+
+
+async def test_without_prefetch_every_layer_is_loaded_when_it_is_wanted() -> None:
+    store = Coarse()
+    async with Rig(full_layout(layers=LAYERS), inner=store, config={"prefetch_layers": 0}) as rig:
+        request = rig.request("r", await stored(rig), load={0: [0, 1, 2]}, first_id=9)
+        await rig.run(request)
+        assert rig.loaded_right(request)
+        assert store.ranges_got == [2] * LAYERS
+
+
+async def test_a_load_outside_a_step_has_no_first_layer() -> None:
+    store = Coarse()
+    async with Rig(full_layout(layers=LAYERS), inner=store) as rig:
+        request = rig.request("r", await stored(rig), load={0: [0, 1, 2]}, first_id=9)
+        assert (await rig.engine.load("r", request.groups, request.hashes)).failure is None
+        assert rig.loaded_right(request)
+        assert store.ranges_got == [2 * LAYERS]
+
+
+async def test_the_runs_of_a_step_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Coarse, "good_range_bytes", 64)  # two layers of K and V, 16 bytes each
+    store = Coarse()
+    faults = [Fault(what="freeze", call="get_ranges", nth=1)]
+    async with Rig(full_layout(layers=LAYERS), faults, config={"workers": 1}, inner=store) as rig:
+        request = rig.request("r", await stored(rig), load={0: [0, 1, 2]}, first_id=9)
+        step = rig.engine.begin_step([request])
+        await arrived(rig.store.gates["gate"])
+        rig.store.release()
+        for layer in range(LAYERS):
+            assert await step.wait_layer(layer) == frozenset()
+            step.layer_ready(layer)
+        await step.end()
+        assert rig.loaded_right(request)
+        assert sorted(store.ranges_got) == [2, 2, 4, 4]
