@@ -58,35 +58,56 @@ def attention_views(
     Raises:
         LayoutError: the memory is too small, misaligned, or a block that should be split is not one dense page.
     """
-    order = KVOrder(order)
+    order = _order(order)
     shapes = [(kv_heads, block_tokens, head_dim), (kv_heads, block_tokens, head_dim if head_dim_v is None else head_dim_v)]
     payloads = [payload_bytes(shape, dtype) for shape in shapes]
     if not isinstance(raw, Tensor):
         if len(raw) != 2:
             raise LayoutError(f"attention: {len(raw)} allocations; give one for both, or one each for K and V")
-        lanes = [(raw[i], 0, page_bytes or payloads[i]) for i in range(2)]
+        lanes = [(raw[i], 0, _known(page_bytes, payloads[i])) for i in range(2)]
     elif order is KVOrder.LANES_FIRST:
-        if payloads[0] != payloads[1] or raw_bytes(raw) % 2:
-            raise LayoutError(f"attention: lanes of {payloads} bytes a block cannot be the two halves of one allocation")
-        lanes = [(raw, i * (raw_bytes(raw) // 2), page_bytes or payloads[i]) for i in range(2)]
-    else:
-        lanes = [(raw, i * payloads[0], page_bytes or sum(payloads)) for i in range(2)]
-        if sum(payloads) > lanes[0][2]:
-            raise LayoutError(f"attention: {sum(payloads)} bytes of K and V in a page of {lanes[0][2]}")
-    views: list[Tensor] = []
-    for name, shape, payload, (memory, offset, page) in zip("KV", shapes, payloads, lanes, strict=True):
-        if kernel_tokens is None:
-            views.append(pages(memory, dtype, blocks, shape, page, offset, name))
-            continue
-        k = kernel_blocks_per_block(block_tokens, kernel_tokens)
-        if k > 1 and page != payload:
+        if payloads[0] != payloads[1]:
             raise LayoutError(
-                f"{name}: a block of {payload} bytes in pages of {page} is not one dense page, so it cannot be split into {k} "
-                f"kernel blocks of {kernel_tokens} tokens; use blocks of {kernel_tokens} tokens"
+                f"attention: lanes of {payloads} bytes a block cannot be the two halves of one allocation; give one each"
             )
-        inner = (shape[0], kernel_tokens, shape[2])
-        views.append(pages(memory, dtype, blocks * k, inner, page // k, offset, name))
+        half = _half(raw, "attention")
+        lanes = [(raw, i * half, _known(page_bytes, payloads[i])) for i in range(2)]
+    else:
+        lanes = [(raw, i * payloads[0], _known(page_bytes, sum(payloads))) for i in range(2)]
+        if (both := sum(payloads)) > lanes[0][2]:
+            raise LayoutError(f"attention: {both} bytes of K and V in a page of {lanes[0][2]}; give pages of at least {both}")
+    views: list[Tensor] = []
+    for name, shape, (memory, offset, page) in zip("KV", shapes, lanes, strict=True):
+        views.append(lane_view(memory, dtype, blocks, shape, page, offset, name, kernel_tokens))
     return views[0], views[1]
+
+
+def lane_view(
+    raw: Tensor,
+    dtype: torch.dtype,
+    blocks: int,
+    shape: tuple[int, int, int],
+    page_bytes: int,
+    offset_bytes: int,
+    what: str,
+    kernel_tokens: int | None = None,
+) -> Tensor:
+    """The view of one lane: blocks of shape (kv_heads, block_tokens, head_dim), or the kernel blocks that they are split into.
+
+    Raises:
+        LayoutError: as `attention_views`.
+    """
+    if kernel_tokens is None:
+        return pages(raw, dtype, blocks, shape, page_bytes, offset_bytes, what)
+    heads, tokens, dim = shape
+    k = kernel_blocks_per_block(tokens, kernel_tokens)
+    payload = payload_bytes(shape, dtype)
+    if k > 1 and page_bytes != payload:
+        raise LayoutError(
+            f"{what}: a block of {payload} bytes in pages of {page_bytes} is not one dense page, so it cannot be split into "
+            f"{k} kernel blocks of {kernel_tokens} tokens; use blocks of {kernel_tokens} tokens"
+        )
+    return pages(raw, dtype, blocks * k, (heads, kernel_tokens, dim), page_bytes // k, offset_bytes, what)
 
 
 def combined_attention_view(
@@ -111,16 +132,17 @@ def combined_attention_view(
     inner = (block_tokens, kv_heads, head_dim)
     payload = payload_bytes(inner, dtype)
     steps = (kv_heads * head_dim * dtype.itemsize, head_dim * dtype.itemsize, dtype.itemsize)
-    if KVOrder(order) is KVOrder.BLOCKS_FIRST:
-        page, lane, least = page_bytes or 2 * payload, payload, 2 * payload
+    order = _order(order)
+    if order is KVOrder.BLOCKS_FIRST:
+        page, lane, least = _known(page_bytes, 2 * payload), payload, 2 * payload
     else:
-        if raw_bytes(raw) % 2:
-            raise LayoutError(f"combined K/V: {raw_bytes(raw)} bytes of memory have no two halves")
-        page, lane, least = page_bytes or payload, raw_bytes(raw) // 2, payload
+        page, lane, least = _known(page_bytes, payload), _half(raw, "combined K/V"), payload
     if page < least:
-        raise LayoutError(f"combined K/V: {least} bytes of payload in a page of {page}")
-    if KVOrder(order) is KVOrder.LANES_FIRST and (blocks - 1) * page + payload > lane:
-        raise LayoutError(f"combined K/V: {blocks} blocks a {page} bytes in a lane of {lane} bytes")
+        raise LayoutError(f"combined K/V: {least} bytes of payload in a page of {page}; give pages of at least {least}")
+    if order is KVOrder.LANES_FIRST and (blocks - 1) * page + payload > lane:
+        raise LayoutError(
+            f"combined K/V: {blocks} blocks, {page} bytes apart, in a lane of {lane} bytes; give fewer blocks or more memory"
+        )
     return strided(raw, dtype, (2, blocks, *inner), (lane, page, *steps), 0, "combined K/V")
 
 
@@ -153,11 +175,37 @@ def contiguous_attention_views(
 def kernel_blocks_per_block(block_tokens: int, kernel_tokens: int) -> int:
     """Raises LayoutError unless blocks are made of whole kernel blocks."""
     if kernel_tokens < 1 or block_tokens % kernel_tokens:
-        raise LayoutError(f"kernel blocks of {kernel_tokens} tokens do not divide blocks of {block_tokens}")
+        raise LayoutError(
+            f"kernel blocks of {kernel_tokens} tokens do not make up blocks of {block_tokens}; give a size that divides them"
+        )
     return block_tokens // kernel_tokens
 
 
 def kernel_block_ids(block_ids: npt.ArrayLike, per_block: int) -> npt.NDArray[np.int64]:
-    """Ids of the kernel blocks of attention blocks, in order: b -> b·k … b·k + k - 1. Ids of states are never expanded."""
-    ids = np.asarray(block_ids, np.int64)
-    return (ids[..., None] * per_block + np.arange(per_block)).reshape(*ids.shape[:-1], -1)
+    """Ids of the kernel blocks of attention blocks, in order: b -> b·k … b·k + k - 1. Ids of states are never expanded.
+
+    Raises:
+        LayoutError: `per_block` is below 1.
+    """
+    if per_block < 1:
+        raise LayoutError(f"{per_block} kernel blocks for each block: must be at least 1")
+    ids = np.atleast_1d(np.asarray(block_ids, np.int64))
+    return (ids[..., None] * per_block + np.arange(per_block)).reshape(*ids.shape[:-1], ids.shape[-1] * per_block)
+
+
+def _order(order: KVOrder | str) -> KVOrder:
+    try:
+        return KVOrder(order)
+    except ValueError:
+        raise LayoutError(f"order {order!r}: one of {', '.join(o.value for o in KVOrder)}") from None
+
+
+def _half(raw: Tensor, what: str) -> int:
+    nbytes = raw_bytes(raw)
+    if nbytes % 2:
+        raise LayoutError(f"{what}: {nbytes} bytes of memory have no two halves; give an even number")
+    return nbytes // 2
+
+
+def _known(page_bytes: int | None, otherwise: int) -> int:
+    return otherwise if page_bytes is None else page_bytes

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,7 +69,10 @@ def group_memory(group_id: int, views: Mapping[int, Mapping[str, Tensor]], block
     layers: dict[int, tuple[CacheEntry, ...]] = {}
     bases: dict[tuple[int, int, str], int] = {}
     for layer, named in views.items():
-        placed = [p for name, view in named.items() for p in placed_entries(name, view, blocks)]
+        try:
+            placed = [p for name, view in named.items() for p in placed_entries(name, view, blocks)]
+        except LayoutError as error:
+            raise LayoutError(f"group {group_id}, layer {layer}, {error}") from None
         layers[layer] = tuple(p.entry for p in placed)
         bases.update({(group_id, layer, p.entry.name): p.address for p in placed})
     return GroupMemory(layers, bases)
@@ -84,21 +88,26 @@ def placed_entries(name: str, view: Tensor, blocks: int) -> list[Placed]:
     kind = ELEMENT_KINDS.get(view.dtype)
     if kind is None:
         raise LayoutError(
-            f"{name}: element type {view.dtype} has no canonical name; known are {', '.join(ELEMENT_KINDS.values())}"
+            f"{name}: element type {view.dtype} has no canonical name; view it as one of {', '.join(ELEMENT_KINDS.values())}"
         )
     if view.dim() < 1 or blocks < 1 or view.shape[0] % blocks:
-        raise LayoutError(f"{name}: a view of shape {tuple(view.shape)} is not made of {blocks} blocks")
+        raise LayoutError(
+            f"{name}: a view of shape {tuple(view.shape)} is not made of {blocks} blocks; give the blocks of its group"
+        )
     item, per_block = view.element_size(), view.shape[0] // blocks
     runs = [(offset * item, nbytes * item) for offset, nbytes in _dense_runs(view, name)]
     stride = view.stride(0) * item
     if per_block > 1:
         if runs != [(0, stride)]:
-            raise LayoutError(f"{name}: kernel blocks of {runs} bytes, {stride} apart, do not make up one dense page")
+            raise LayoutError(
+                f"{name}: kernel blocks of {[n for _, n in runs]} bytes, {stride} apart, do not make up one dense page; give "
+                "the unsplit view"
+            )
         runs, stride = [(0, per_block * stride)], per_block * stride
-    if blocks > 1:
-        for _, nbytes in runs:
-            if nbytes > stride:
-                raise LayoutError(f"{name}: blocks of {nbytes} bytes, {stride} bytes apart, overlap")
+    if _blocks_overlap(runs, stride, blocks):
+        raise LayoutError(
+            f"{name}: blocks of {sum(n for _, n in runs)} bytes, {stride} bytes apart, overlap; give each bytes of its own"
+        )
     names = [name] if len(runs) == 1 else [f"{name}.{i}" for i in range(len(runs))]
     return [
         Placed(CacheEntry(n, nbytes, max(stride, nbytes), kind), view.data_ptr() + offset)
@@ -106,16 +115,29 @@ def placed_entries(name: str, view: Tensor, blocks: int) -> list[Placed]:
     ]
 
 
+def _blocks_overlap(runs: list[tuple[int, int]], stride: int, blocks: int) -> bool:
+    if blocks == 1:
+        return False
+    length = runs[0][1]
+    if len(runs) == 1 or runs[-1][0] + length <= stride:
+        return length > stride
+    starts = np.add.outer(np.arange(blocks, dtype=np.int64) * stride, np.array([at for at, _ in runs], np.int64))
+    return bool((np.diff(np.sort(starts, axis=None)) < length).any())
+
+
 def _dense_runs(view: Tensor, name: str) -> list[tuple[int, int]]:
     """(offset, length) in elements of the dense runs of block 0, by address."""
     inner = sorted(
         ((stride, size) for stride, size in zip(view.stride()[1:], view.shape[1:], strict=True) if size > 1), key=lambda d: d[0]
     )
+    error = LayoutError(
+        f"{name}: a view of stride {view.stride()} and shape {tuple(view.shape)} overlaps itself; give one without repeats"
+    )
     run = 1
     outer: list[tuple[int, int]] = []
     for stride, size in inner:
         if stride < run:
-            raise LayoutError(f"{name}: a view of stride {view.stride()} and shape {tuple(view.shape)} overlaps itself")
+            raise error
         if stride == run and not outer:
             run *= size
         else:
@@ -125,7 +147,7 @@ def _dense_runs(view: Tensor, name: str) -> list[tuple[int, int]]:
         offsets = [at + i * stride for at in offsets for i in range(size)]
     offsets.sort()
     if any(b - a < run for a, b in pairwise(offsets)):
-        raise LayoutError(f"{name}: a view of stride {view.stride()} and shape {tuple(view.shape)} overlaps itself")
+        raise error
     return [(at, run) for at in offsets]
 
 
@@ -154,4 +176,15 @@ def registered_regions(views: Iterable[Tensor], align_bytes: int = 1) -> list[tu
         begin = max(start, low // align_bytes * align_bytes)
         end = min(limit, -(-high // align_bytes) * align_bytes)
         regions.append((begin, end - begin))
-    return regions
+    return _merged(regions)
+
+
+def _merged(regions: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """By address; those that overlap are one: two storages may stand for the same memory, and a store takes it once."""
+    out: list[tuple[int, int]] = []
+    for begin, nbytes in sorted(regions):
+        if out and begin < sum(out[-1]):
+            begin, nbytes = out[-1][0], max(sum(out[-1]), begin + nbytes) - out[-1][0]
+            out.pop()
+        out.append((begin, nbytes))
+    return out

@@ -14,17 +14,18 @@ placement alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kvactors.errors import LayoutError
-from kvactors.memory.attention import attention_views, contiguous_attention_views, kernel_blocks_per_block
+from kvactors.memory.attention import attention_views, contiguous_attention_views, kernel_blocks_per_block, lane_view
 from kvactors.memory.observe import tell_attention, tell_states
 from kvactors.memory.states import contiguous_state_views, state_views
-from kvactors.memory.strided import pages, payload_bytes, raw_bytes, strided, typed
+from kvactors.memory.strided import payload_bytes, raw_bytes, strided, typed
 
 Views: TypeAlias = Tensor | tuple[Tensor, ...]
 Raw: TypeAlias = Tensor | tuple[Tensor, ...]
@@ -131,7 +132,8 @@ def _placed_views(
         if kernel_block_sizes is not None and group < len(kernel_block_sizes) and not is_state(spec):
             kernel = kernel_block_sizes[group]
         for number, name in enumerate(tensor.layers):
-            view = _placed_view(buffer, spec, tensor, number, _blocks(config, tensor), kernel, order)
+            with _named(name):
+                view = _placed_view(buffer, spec, tensor, number, _blocks(config, tensor), kernel, order)
             views[name] = view
             if is_state(spec):
                 tell_states(name, tensor.block_stride, [view])
@@ -143,6 +145,17 @@ def _placed_views(
 def _blocks(config: Any, tensor: Any) -> int:
     ask = getattr(config, "num_blocks_of", None)
     return int(config.num_blocks if ask is None else ask(tensor))
+
+
+@contextmanager
+def _named(layer: str) -> Iterator[None]:
+    """Errors within begin with the layer's name."""
+    try:
+        yield
+    except LayoutError as error:
+        if str(error).startswith(f"{layer}: "):
+            raise
+        raise LayoutError(f"{layer}: {error}") from None
 
 
 def _placed_view(buffer: Tensor, spec: Any, tensor: Any, number: int, blocks: int, kernel_tokens: int, order: str) -> Tensor:
@@ -194,42 +207,49 @@ def _layer_views(
     views: dict[str, Views] = {}
     for name, memory in raw.items():
         if name not in specs:
-            raise LayoutError(f"{name}: raw memory of a layer that no group of the configuration has")
+            raise LayoutError(f"{name}: raw memory of a layer that no group of the configuration has; leave it out")
         group, spec = specs[name]
+        with _named(name):
+            blocks = sum(raw_bytes(part) for part in _parts(memory)) // int(spec.page_size_bytes)
+            if blocks < config.num_blocks:
+                raise LayoutError(f"{blocks} blocks of memory, {config.num_blocks} in the configuration; allocate them all")
+            if is_state(spec):
+                found: tuple[Tensor, ...] = _state_layer(name, spec, memory, blocks, contiguous)
+            else:
+                kernel = None if kernel_block_sizes is None else kernel_block_sizes[group]
+                lead = _lead_bytes(specs, raw, memory, spec) if contiguous else 0
+                found = _attention_layer(name, spec, memory, blocks, kernel, contiguous, lead)
         if is_state(spec):
-            found: tuple[Tensor, ...] = _state_layer(name, spec, memory, config.num_blocks, contiguous)
             tell_states(name, spec.page_size_bytes, found)
         else:
-            kernel = None if kernel_block_sizes is None else kernel_block_sizes[group]
-            lead = _lead_bytes(specs, raw, memory, spec) if contiguous else 0
-            found = _attention_layer(name, spec, memory, kernel, contiguous, lead)
             tell_attention(name, hybrid, found)
         views[name] = found
     return views
 
 
+def _parts(memory: Raw) -> tuple[Tensor, ...]:
+    return (memory,) if isinstance(memory, Tensor) else tuple(memory)
+
+
 def _state_layer(name: str, spec: Any, memory: Raw, blocks: int, contiguous: bool) -> tuple[Tensor, ...]:
     if not isinstance(memory, Tensor):
-        raise LayoutError(f"{name}: the states of a layer lie in one allocation, not in {len(memory)}")
+        raise LayoutError(f"{name}: the states of a layer lie in one allocation, not in {len(memory)}; give one tensor")
     if contiguous:
-        return tuple(contiguous_state_views(memory, spec.shapes, spec.dtypes, blocks=raw_bytes(memory) // spec.page_size_bytes))
-    views = state_views(memory, spec.shapes, spec.dtypes, spec.page_size_bytes)
-    if views[0].shape[0] < blocks:
-        raise LayoutError(f"{name}: {views[0].shape[0]} blocks of memory, {blocks} in the configuration")
-    return tuple(views)
+        return tuple(contiguous_state_views(memory, spec.shapes, spec.dtypes, blocks=blocks))
+    return tuple(state_views(memory, spec.shapes, spec.dtypes, spec.page_size_bytes))
 
 
 def _attention_layer(
-    name: str, spec: Any, memory: Raw, kernel_tokens: int | None, contiguous: bool, lead_bytes: int
+    name: str, spec: Any, memory: Raw, blocks: int, kernel_tokens: int | None, contiguous: bool, lead_bytes: int
 ) -> tuple[Tensor, ...]:
     """K and V; in a tuple each lane's head comes from its own allocation (MLA's two parts differ), a scale last."""
     dtype: torch.dtype = spec.dtype
     heads, tokens = int(spec.num_kv_heads), int(spec.block_size)
     k_dim, v_dim = int(spec.head_size), int(_known(getattr(spec, "head_size_v", None), spec.head_size))
     if isinstance(memory, Tensor):
-        blocks = raw_bytes(memory) // int(spec.page_size_bytes)
         if not v_dim:  # one latent vector stands for K and V (MLA)
-            return (pages(memory, dtype, blocks, (heads, tokens, k_dim), int(spec.page_size_bytes), 0, name),)
+            page = int(spec.page_size_bytes)
+            return (lane_view(memory, dtype, blocks, (heads, tokens, k_dim), page, 0, name, kernel_tokens),)
         if contiguous:
             return contiguous_attention_views(
                 memory,
@@ -252,10 +272,10 @@ def _attention_layer(
             page_bytes=int(spec.page_size_bytes),
             kernel_tokens=kernel_tokens,
         )
-    blocks = sum(raw_bytes(lane) for lane in memory) // int(spec.page_size_bytes)
     split = 1 if kernel_tokens is None else kernel_blocks_per_block(tokens, kernel_tokens)
     scale: torch.dtype | None = getattr(spec, "scale_dtype", None) if getattr(spec, "scale_dim", 0) else None
     views: list[Tensor] = []
+    dims: list[int] = []
     for number, lane in enumerate(memory):
         of_lane = scale if scale is not None and number == len(memory) - 1 else dtype
         row = blocks * heads * tokens * of_lane.itemsize
@@ -263,8 +283,13 @@ def _attention_layer(
             raise LayoutError(
                 f"{name}: {raw_bytes(lane)} bytes are no whole number of elements for {blocks} blocks of {tokens}"
             )
-        shape = (blocks * split, heads, tokens // split, raw_bytes(lane) // row)
-        views.append(typed(lane, of_lane).view(shape))
+        dims.append(raw_bytes(lane) // row)
+        views.append(typed(lane, of_lane).view(blocks * split, heads, tokens // split, dims[-1]))
+    if dims[:2] != [k_dim, v_dim] and k_dim not in (sum(dims), sum(dims[:2])):  # K and V, or the parts of a latent vector
+        raise LayoutError(
+            f"{name}: allocations with room for heads of {dims} elements, {k_dim} and {v_dim} in the configuration; padded "
+            "pages need one allocation for all"
+        )
     return tuple(views)
 
 
@@ -276,11 +301,16 @@ def _lead_bytes(specs: Mapping[str, tuple[int, Any]], raw: Mapping[str, Raw], me
     """Bytes a block that a state layer in the same memory uses in front of what lies over K."""
     for name, (_, other) in specs.items():
         if is_state(other) and raw.get(name) is memory:
+            if other.page_size_bytes != spec.page_size_bytes:
+                raise LayoutError(
+                    f"{name} has pages of {other.page_size_bytes} bytes in memory that is shared with pages of "
+                    f"{spec.page_size_bytes}: in the contiguous layout they must be equal; use the strided views"
+                )
             sizes = [payload_bytes(shape, dtype) for shape, dtype in zip(other.shapes, other.dtypes, strict=True)]
             k_bytes = payload_bytes((spec.num_kv_heads, spec.block_size, spec.head_size), spec.dtype)
             if sizes[-1] != k_bytes:
                 raise LayoutError(
-                    f"{name}: a last state of {sizes[-1]} bytes over a K block of {k_bytes}: in the contiguous layout they "
+                    f"{name} has a last state of {sizes[-1]} bytes over a K block of {k_bytes}: in the contiguous layout they "
                     "share memory block by block, so they must be equal; use the strided views"
                 )
             return sum(sizes[:-1])

@@ -34,7 +34,7 @@ def state_views(
     payload = _payload(shapes, dtypes)
     page = payload if page_bytes is None else page_bytes
     if payload > page:
-        raise LayoutError(f"states: {payload} bytes of payload in a page of {page}")
+        raise LayoutError(f"states: {payload} bytes of payload in a page of {page}; give pages of at least {payload}")
     count = whole_blocks(raw, page, "states") if blocks is None else blocks
     views: list[Tensor] = []
     offset = 0

@@ -22,7 +22,9 @@ def raw_bytes(raw: Tensor) -> int:
         LayoutError: it is not one dense dimension.
     """
     if raw.dim() != 1 or not raw.is_contiguous():
-        raise LayoutError(f"raw memory of shape {tuple(raw.shape)} and stride {raw.stride()}: must be one dense dimension")
+        raise LayoutError(
+            f"raw memory of shape {tuple(raw.shape)} and stride {raw.stride()}: must be one dense dimension; flatten it"
+        )
     return raw.numel() * raw.element_size()
 
 
@@ -50,7 +52,9 @@ def typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
     nbytes = raw_bytes(raw)
     begin = raw.storage_offset() * raw.element_size()
     if begin % dtype.itemsize:
-        raise LayoutError(f"raw memory begins at byte {begin} of its storage: not a multiple of {dtype.itemsize} ({dtype})")
+        raise LayoutError(
+            f"raw memory begins at byte {begin} of its storage: not at a multiple of {dtype.itemsize} ({dtype}); move it"
+        )
     whole = nbytes // dtype.itemsize * dtype.itemsize // raw.element_size()
     return raw.narrow(0, 0, whole).view(dtype)
 
@@ -72,9 +76,13 @@ def strided(
     item = dtype.itemsize
     for name, value in (("offset", offset_bytes), *(("stride", s) for s in strides_bytes)):
         if value < 0 or value % item:
-            raise LayoutError(f"{what}: {name} of {value} bytes is not a multiple of the {item} bytes of {dtype}")
+            raise LayoutError(
+                f"{what}: {name} of {value} bytes is not a multiple of the {item} bytes of {dtype}; pad it to one"
+            )
     if min(shape, default=1) < 1:
-        raise LayoutError(f"{what}: shape {tuple(shape)} has a dimension below 1")
+        raise LayoutError(
+            f"{what}: shape {tuple(shape)} has a dimension below 1; give at least one block, and sizes of at least 1"
+        )
     end = offset_bytes + sum((size - 1) * stride for size, stride in zip(shape, strides_bytes, strict=True)) + item
     if end > raw_bytes(raw):
         raise LayoutError(f"{what}: ends at byte {end} of an allocation of {raw_bytes(raw)}; give fewer blocks or more memory")
@@ -93,7 +101,7 @@ def pages(
     """
     payload = payload_bytes(inner, dtype)
     if payload > page_bytes:
-        raise LayoutError(f"{what}: {payload} bytes of payload in a page of {page_bytes}")
+        raise LayoutError(f"{what}: {payload} bytes of payload in a page of {page_bytes}; give pages of at least {payload}")
     steps = [step * dtype.itemsize for step in dense_strides(inner)]
     return strided(raw, dtype, (blocks, *inner), (page_bytes, *steps), offset_bytes, what)
 
@@ -106,5 +114,7 @@ def whole_blocks(raw: Tensor, page_bytes: int, what: str) -> int:
     """
     nbytes = raw_bytes(raw)
     if page_bytes < 1 or nbytes % page_bytes or nbytes < page_bytes:
-        raise LayoutError(f"{what}: {nbytes} bytes of memory are not a whole number of pages of {page_bytes} bytes")
+        raise LayoutError(
+            f"{what}: {nbytes} bytes of memory are not a whole number of pages of {page_bytes} bytes; give the number of blocks"
+        )
     return nbytes // page_bytes

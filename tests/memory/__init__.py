@@ -1,0 +1,5 @@
+"""Tests of `kvactors.memory`; skipped, all of them, where torch is missing."""
+
+import pytest
+
+pytest.importorskip("torch", reason="kvactors.memory needs torch (pip install 'kvactors[torch]')")
