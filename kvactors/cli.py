@@ -158,7 +158,7 @@ def layout_list(as_json: bool) -> None:
 @_layout_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def layout_show(name: str, block_tokens: int | None, scale: int, as_json: bool) -> None:
-    """Show a layout: groups, ranges with offsets, object bytes, digest, an example key."""
+    """Show a layout: groups, their entries as ranges of an object and as views of memory, digest, an example key."""
     from kvactors.layouts.show import describe, show_layout
 
     layout, family = _resolve(name, block_tokens, scale)

@@ -3,16 +3,52 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from kvactors.core.layout import Group, KVLayout
+from kvactors.core.layout import CacheEntry, Group, KVLayout
 from kvactors.layouts.families import FAMILIES, Family
 from kvactors.layouts.scale import boundary_tokens
 
 _EXAMPLE_HASH = bytes(range(8))
+
+ELEMENT_BYTES: Mapping[str, int] = MappingProxyType(
+    {"fp32": 4, "fp16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1, "uint8": 1, "int32": 4}
+)
+"""Bytes of an element of each canonical kind; torch would know them, but a layout is shown without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntryView:
+    """An entry as a view of local memory: (blocks, elements of a block), as far as a layout says.
+
+    Attributes:
+        unit: the element kind that is counted; "byte" where the layout names none, or sizes are no whole number of it.
+        elements: payload of a block.
+        stride: from one block to the next.
+    """
+
+    unit: str
+    elements: int
+    stride: int
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether neighbouring blocks touch: the stride is the payload."""
+        return self.stride == self.elements
+
+
+def entry_view(entry: CacheEntry) -> EntryView:
+    """The view that an entry describes."""
+    item = ELEMENT_BYTES.get(entry.dtype)
+    if item is None or entry.nbytes % item or entry.stride % item:
+        return EntryView("byte", entry.nbytes, entry.stride)
+    return EntryView(entry.dtype, entry.nbytes // item, entry.stride // item)
 
 
 def list_layouts(as_json: bool = False) -> str:
@@ -29,7 +65,7 @@ def list_layouts(as_json: bool = False) -> str:
 
 
 def describe(layout: KVLayout, family: Family | None = None) -> dict[str, Any]:
-    """A layout as plain data: groups with their ranges, object bytes, commit layers, digest, example keys."""
+    """A layout as plain data: groups with their ranges and views, object bytes, commit layers, digest, example keys."""
     groups = [
         {
             "id": g.id,
@@ -50,8 +86,16 @@ def describe(layout: KVLayout, family: Family | None = None) -> dict[str, Any]:
                     "bytes": r.entry.nbytes,
                     "stride": r.entry.stride,
                     "dtype": r.entry.dtype,
+                    "view": {
+                        "unit": view.unit,
+                        "shape": ["blocks", view.elements],
+                        "stride": [view.stride, 1],
+                        "padding": view.stride - view.elements,
+                        "contiguous": view.contiguous,
+                    },
                 }
                 for r in layout.ranges(g.id)
+                for view in [entry_view(r.entry)]
             ],
             "example_key": layout.key(g.id, _EXAMPLE_HASH),
         }
@@ -68,11 +112,17 @@ def describe(layout: KVLayout, family: Family | None = None) -> dict[str, Any]:
 
 
 def show_layout(layout: KVLayout, family: Family | None = None, console: Console | None = None) -> None:
-    """Prints a layout for people; ranges that repeat from layer to layer are shown for the first and last layer."""
+    """Prints a layout for people; entries that repeat from layer to layer are shown for the first and last layers.
+
+    Of each entry: where it lies in the object, and its view of local memory.
+    """
     console = console or Console(soft_wrap=True, markup=False, emoji=False, highlight=False)
     console.print(layout.model, style="bold")
     console.print(f"digest    {layout.digest}")
     console.print(f"boundary  {boundary_tokens(layout)} tokens: hits end on a multiple of it")
+    console.print(
+        "views     offset: in the object, bytes; shape and stride: elements of the kind, or bytes where none is named"
+    )
     if family is not None:
         for source in family.sources:
             console.print(f"source    {source}")
@@ -94,19 +144,27 @@ def _show_group(layout: KVLayout, group: Group, console: Console) -> None:
     console.print(f"  object    {layout.object_bytes(group.id):,} bytes")
     console.print(f"  key       {layout.key(group.id, _EXAMPLE_HASH)}")
     table = Table(box=None, pad_edge=False, padding=(0, 2))
-    for title in ("  layer", "entry", "offset", "bytes", "stride", "kind"):
-        table.add_column(title, justify="left" if title in ("entry", "kind") else "right")
+    for title in ("  layer", "entry", "offset", "bytes", "shape", "stride", "contiguous", "kind"):
+        table.add_column(title, justify="right" if title in ("  layer", "offset", "bytes") else "left")
     layers = list(group.layers)
     shown = set(layers) if len(layers) <= 6 else {*layers[:2], layers[-1]}
     hidden = False
     for r in layout.ranges(group.id):
         if r.layer in shown:
+            view = entry_view(r.entry)
             table.add_row(
-                str(r.layer), r.entry.name, f"{r.offset:,}", f"{r.entry.nbytes:,}", f"{r.entry.stride:,}", r.entry.dtype or "-"
+                str(r.layer),
+                r.entry.name,
+                f"{r.offset:,}",
+                f"{r.entry.nbytes:,}",
+                f"(blocks, {view.elements})",
+                f"({view.stride}, 1)",
+                "yes" if view.contiguous else f"no, {view.stride - view.elements} padding",
+                (r.entry.dtype or "-") + (" (bytes)" if r.entry.dtype and view.unit == "byte" else ""),
             )
         elif not hidden:
             hidden = True
-            table.add_row("…", "", "", "", "", "")
+            table.add_row("…", *[""] * 7)
     console.print(table)
 
 

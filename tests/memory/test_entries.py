@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvactors.core.layout import CacheEntry
+from kvactors.layouts.show import ELEMENT_BYTES
 from kvactors.memory import (
     HUGE_PAGE_BYTES,
     KVOrder,
@@ -20,6 +21,7 @@ from kvactors.memory import (
     registered_regions,
     state_views,
 )
+from kvactors.memory.entries import ELEMENT_KINDS
 from tests.memory.model import LEAD, raw
 
 BLOCK: dict[str, Any] = {"blocks": 5, "block_tokens": 4, "kv_heads": 2, "head_dim": 3, "dtype": torch.float16}
@@ -136,6 +138,11 @@ def test_element_kinds_have_canonical_names(dtype: torch.dtype, name: str) -> No
     (view,) = state_views(raw(64), ((4,),), (dtype,), 32)
     (placed,) = placed_entries("s", view, 2)
     assert (placed.entry.dtype, placed.entry.nbytes, placed.entry.stride) == (name, 4 * dtype.itemsize, 32)
+
+
+def test_a_layout_is_shown_with_the_sizes_that_torch_has() -> None:
+    """`kvactors layout show` has a table of its own, since it runs without torch."""
+    assert {name: dtype.itemsize for dtype, name in ELEMENT_KINDS.items()} == ELEMENT_BYTES
 
 
 # -- regions ---------------------------------------------------------------------------------------------------------------
