@@ -14,7 +14,7 @@ placement alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -60,6 +60,7 @@ def cache_views(
     layout: str | None = None,
     kernel_block_sizes: Sequence[int] | None = None,
     contiguous: bool = False,
+    token_major: Collection[str] = (),
 ) -> dict[str, Views]:
     """Layer name -> its view, or views, over raw memory.
 
@@ -69,6 +70,8 @@ def cache_views(
         layout: order of the axes in a buffer, such as "LBHNC"; None = the configuration's own.
         kernel_block_sizes: tokens of a kernel block, by group; None = blocks are not split.
         contiguous: the compatible layout with dense states and padding in regions of its own (raw tensors by layer only).
+        token_major: attention layers whose operators read [block, token, head, …] and not [block, head, token, …]; pages and
+            payloads are the same, what is inside of a block is the operators' own affair (raw tensors by layer only).
 
     Raises:
         LayoutError: a specification or a placement that has no views; it names layer or group.
@@ -77,12 +80,13 @@ def cache_views(
     if isinstance(raw, Tensor):
         if not _is_placed(tensors):
             raise LayoutError("the configuration says nothing of places in one buffer; give raw tensors by layer")
-        if contiguous:
-            raise LayoutError("the contiguous layout is one of raw tensors by layer; a buffer's places are its own")
+        if contiguous or token_major:
+            what = "the contiguous layout" if contiguous else "the order of tokens and heads"
+            raise LayoutError(f"{what} is said for raw tensors by layer only; a buffer's places and layout are its own")
         return _placed_views(config, tensors, raw, layout, kernel_block_sizes)
     if not isinstance(raw, Mapping):
         raise LayoutError(f"raw memory of type {type(raw).__name__}: give one buffer, or tensors by layer")
-    return _layer_views(config, raw, kernel_block_sizes, contiguous)
+    return _layer_views(config, raw, kernel_block_sizes, contiguous, token_major)
 
 
 def layer_specs(config: Any) -> dict[str, tuple[int, Any]]:
@@ -200,7 +204,11 @@ def _placed_view(buffer: Tensor, spec: Any, tensor: Any, number: int, blocks: in
 
 
 def _layer_views(
-    config: Any, raw: Mapping[str, Raw], kernel_block_sizes: Sequence[int] | None, contiguous: bool
+    config: Any,
+    raw: Mapping[str, Raw],
+    kernel_block_sizes: Sequence[int] | None,
+    contiguous: bool,
+    token_major: Collection[str],
 ) -> dict[str, Views]:
     specs = layer_specs(config)
     hybrid = any(is_state(spec) for _, spec in specs.values())
@@ -219,6 +227,8 @@ def _layer_views(
                 kernel = None if kernel_block_sizes is None else kernel_block_sizes[group]
                 lead = _lead_bytes(specs, raw, memory, spec) if contiguous else 0
                 found = _attention_layer(name, spec, memory, blocks, kernel, contiguous, lead)
+                if name in token_major:
+                    found = tuple(_in_token_order(view) for view in found)
         if is_state(spec):
             tell_states(name, spec.page_size_bytes, found)
         else:
@@ -291,6 +301,11 @@ def _attention_layer(
             "pages need one allocation for all"
         )
     return tuple(views)
+
+
+def _in_token_order(view: Tensor) -> Tensor:
+    blocks, heads, tokens, head = view.shape
+    return view.as_strided((blocks, tokens, heads, head), (view.stride(0), heads * head, head, 1), view.storage_offset())
 
 
 def _known(value: int | None, otherwise: int) -> int:
