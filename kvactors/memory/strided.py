@@ -25,7 +25,8 @@ def raw_bytes(raw: Tensor) -> int:
         raise LayoutError(
             f"raw memory of shape {tuple(raw.shape)} and stride {raw.stride()}: must be one dense dimension; flatten it"
         )
-    return raw.numel() * raw.element_size()
+    nbytes: int = raw.numel() * raw.element_size()
+    return nbytes
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -40,7 +41,8 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def payload_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     """Bytes of one block of this inner shape."""
-    return prod(shape) * dtype.itemsize
+    nbytes: int = prod(shape) * dtype.itemsize
+    return nbytes
 
 
 def typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
