@@ -15,5 +15,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.timeout(300))  # an engine takes 15 s to start, on a busy machine over a minute
             if missing:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed here; see .ci/install-vllm"))

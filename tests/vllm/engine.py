@@ -55,7 +55,7 @@ def start(model: str, folder: Path, **changes: Any) -> Any:
     return LLM(model=str(tiny_models.write(model, folder)), **arguments)
 
 
-def run_alone(module: str, *words: str | Path, timeout_s: float = 110) -> None:
+def run_alone(module: str, *words: str | Path, timeout_s: float = 280) -> None:
     """`python -m module words…` with vLLM's environment; a failure shows what it printed last."""
     ran = subprocess.run(
         [sys.executable, "-m", module, *map(str, words)],

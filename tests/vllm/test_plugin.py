@@ -34,7 +34,7 @@ def test_vllm_calls_the_plugin_and_lives_without_vllm_ascend(tmp_path: Path) -> 
         },
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert ran.returncode == 0, ran.stderr
     assert "alive" in ran.stdout
