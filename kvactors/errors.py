@@ -22,6 +22,10 @@ class LayoutError(LocalError, ValueError):
     """A layout (groups, entries, block sizes) contradicts itself."""
 
 
+class StateError(LocalError, ValueError):
+    """Rows of a recurrent state, or what goes into a state operator, do not fit each other; nothing was written."""
+
+
 class ReachabilityError(LocalError, ValueError):
     """A mask or a hit was asked for with arguments that have no meaning."""
 

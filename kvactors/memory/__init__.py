@@ -12,6 +12,7 @@ from kvactors.memory.attention import (
 )
 from kvactors.memory.entries import HUGE_PAGE_BYTES, GroupMemory, group_memory, placed_entries, registered_regions
 from kvactors.memory.placement import allocate_kv_cache, cache_views
+from kvactors.memory.state_rows import clear_state_rows_, gather_state_rows, scatter_state_rows_
 from kvactors.memory.states import contiguous_state_views, state_views
 
 __all__ = [
@@ -21,12 +22,15 @@ __all__ = [
     "allocate_kv_cache",
     "attention_views",
     "cache_views",
+    "clear_state_rows_",
     "combined_attention_view",
     "contiguous_attention_views",
     "contiguous_state_views",
+    "gather_state_rows",
     "group_memory",
     "kernel_block_ids",
     "placed_entries",
     "registered_regions",
+    "scatter_state_rows_",
     "state_views",
 ]
