@@ -1,0 +1,278 @@
+"""The three operators: AscendC's where they are, the references elsewhere.
+
+Names, order and defaults of the arguments are those of `fla_npu.ops.ascendc`, as vLLM-Ascend calls it. Two things differ
+between versions of that package, and are settled here:
+
+* some address a state by its natural stride and ignore the padding of its pages, others copy the whole pool. A state with
+  padded pages therefore goes through `gather_state_rows` and `scatter_state_rows_`, and they see dense rows.
+* what marks a padded sequence. Page 0 does, unless `null_block_id` is None, and so does `pad_slot_id`. Such a sequence reads
+  and writes no state; its outputs are zeros, or what `out` held in `causal_conv1d_update`.
+
+`fla_npu` must be imported before CANN loads its kernels, when the device is first used; vLLM-Ascend does so. It is looked for
+at the first call with a tensor on an NPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvactors.errors import StateError
+from kvactors.memory.fla import conv, delta_rule
+from kvactors.memory.state_rows import gather_state_rows, scatter_state_rows_
+
+PAD_SLOT_ID = -1
+NULL_BLOCK_ID = 0
+
+_given: ContextVar[tuple[Any] | None] = ContextVar("fla_operators", default=None)
+
+
+@contextmanager
+def using_operators(library: Any | None) -> Iterator[None]:
+    """Within the block, calls go to this library whatever their device, or to the references if it is None."""
+    token = _given.set((library,))
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+@cache
+def _installed() -> Any | None:
+    try:
+        return importlib.import_module("fla_npu.ops.ascendc")
+    except ImportError:
+        return None
+
+
+def _library_for(tensor: Tensor) -> Any | None:
+    given = _given.get()
+    if given is not None:
+        return given[0]
+    return _installed() if tensor.device.type == "npu" else None
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_states: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    cache_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    activation: str | None = "silu",
+    pad_slot_id: int | None = PAD_SLOT_ID,
+    null_block_id: int | None = NULL_BLOCK_ID,
+    *,
+    head_num: int = 0,
+    **unsupported: object,
+) -> Tensor:
+    """The causal convolution of whole sequences, which leaves their last width-1 inputs in `conv_states`.
+
+    Args:
+        x: (tokens, channels), or (sequences, tokens, channels).
+        weight: (width, channels); the last row is for the newest input.
+        bias: (channels,).
+        conv_states: (pages, width-1 or more, channels), changed in place; rows from width-1 on stay. None = no states.
+        query_start_loc: (sequences+1,), where each begins in x; None = x is one sequence, or one a row of three dimensions.
+        cache_indices: (sequences,), each one's page; None = its number, and no sequence is padding.
+        has_initial_state: (sequences,), whether the page is read; None = no.
+        activation: None, "silu" or "swish".
+        pad_slot_id, null_block_id: cache indices of padding.
+        head_num: 0, or heads that the channels are split into: the result is then (…, heads, tokens, channels of a head).
+
+    Returns:
+        Like x. Zeros for padded sequences and behind the last one.
+
+    Raises:
+        StateError: shapes do not fit, two sequences share a page, or an argument is not supported (block scheduling).
+    """
+    _refuse("causal_conv1d_fn", unsupported)
+    library = _library_for(x)
+    padding = _padding(pad_slot_id, null_block_id)
+    if library is None:
+        return conv.prefill(
+            x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, activation, padding, head_num
+        )
+    options: dict[str, Any] = {"head_num": head_num} if head_num else {}
+    options |= {"activation": activation, "has_initial_state": has_initial_state, "query_start_loc": query_start_loc}
+    options |= {"pad_slot_id": pad_slot_id}
+    if conv_states is None or conv_states.is_contiguous():
+        return _tensor(
+            library.causal_conv1d_fn(
+                x, weight, bias, conv_states, cache_indices=cache_indices, null_block_id=null_block_id, **options
+            )
+        )
+    sequences = len(x) if x.dim() == 3 else 1 if query_start_loc is None else len(query_start_loc) - 1
+    with _dense_pages(conv_states, cache_indices, sequences, padding) as (pages, slots):
+        return _tensor(library.causal_conv1d_fn(x, weight, bias, pages, cache_indices=slots, null_block_id=0, **options))
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    conv_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    max_query_len: int = -1,
+    null_block_id: int | None = NULL_BLOCK_ID,
+    *,
+    out: Tensor | None = None,
+    **unsupported: object,
+) -> Tensor:
+    """The causal convolution of one or a few new tokens a sequence, which updates `conv_state` in place.
+
+    Args:
+        x: (sequences, channels): one token each; (sequences, tokens, channels); or (tokens, channels) with `query_start_loc`.
+        conv_state: (pages, length, channels), changed in place. Length: width-1 or more; for speculative decoding
+            width-2 + the most tokens of a call.
+        weight, bias, activation: as in `causal_conv1d_fn`.
+        conv_state_indices: (sequences,), each one's page; None = its number. -1 is padding, as is `null_block_id`.
+        num_accepted_tokens: (sequences,), of the last call's tokens; given, the page is a window over drafts (`conv.update`).
+        query_start_loc: (sequences+1,), for sequences of different lengths.
+        max_query_len: at least the longest sequence; -1 = not said.
+        out: like x, for the result; None = the result overwrites x.
+
+    Returns:
+        `out`, or x. Rows of padded sequences are not written.
+
+    Raises:
+        StateError: as `causal_conv1d_fn`, or a page is too short for the tokens.
+    """
+    _refuse("causal_conv1d_update", unsupported)
+    library = _library_for(x)
+    padding = _padding(PAD_SLOT_ID, null_block_id)
+    if library is None:
+        return conv.update(
+            x,
+            conv_state,
+            weight,
+            bias,
+            activation,
+            conv_state_indices,
+            num_accepted_tokens,
+            query_start_loc,
+            max_query_len,
+            padding,
+            out,
+        )
+    options: dict[str, Any] = {"bias": bias, "activation": activation, "num_accepted_tokens": num_accepted_tokens}
+    options |= {"query_start_loc": query_start_loc, "max_query_len": max_query_len, "out": out}
+    if conv_state.is_contiguous():
+        options |= {"conv_state_indices": conv_state_indices, "null_block_id": null_block_id}
+        return _tensor(library.causal_conv1d_update(x, conv_state, weight, **options))
+    sequences = len(x) if query_start_loc is None else len(query_start_loc) - 1
+    with _dense_pages(conv_state, conv_state_indices, sequences, padding) as (pages, slots):
+        return _tensor(library.causal_conv1d_update(x, pages, weight, conv_state_indices=slots, null_block_id=0, **options))
+
+
+def recurrent_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor,
+    *,
+    beta: Tensor | None = None,
+    scale: float = 1.0,
+    actual_seq_lengths: Tensor | None = None,
+    ssm_state_indices: Tensor,
+    num_accepted_tokens: Tensor | None = None,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> Tensor:
+    """The gated delta rule over one or a few new tokens a sequence; each token leaves its state in a page.
+
+    Args:
+        query, key: (tokens, key heads, key dim).
+        value: (tokens, value heads, value dim).
+        state: (pages, value heads, value dim, key dim), changed in place.
+        beta: (tokens, value heads); None = 1.
+        scale: of the query.
+        actual_seq_lengths: (sequences,), tokens of each, or (sequences+1,) with a 0 before them, as vLLM-Ascend builds it.
+        ssm_state_indices: (tokens,), or a table (sequences, most tokens): the page each token writes. A sequence begins from
+            the page of its first token. Negative = the token's state is not kept; a sequence that would begin there is padding.
+            AscendC's operator takes no negative page: there, padding is a sequence without tokens.
+        num_accepted_tokens: (sequences,), of the last call's tokens: the sequence begins from that token's page instead.
+        g, gk: logarithms of decays, (tokens, value heads) and (tokens, value heads, key dim); None = no decay.
+        cu_seqlens: (sequences+1,), in place of `actual_seq_lengths`, as FLA's other operators have it.
+        use_qk_l2norm_in_kernel: normalize query and key first.
+
+    Returns:
+        (tokens, value heads, value dim) in value's type; zeros for padding, and behind the last sequence in the reference.
+
+    Raises:
+        StateError: shapes do not fit, or not exactly one of `actual_seq_lengths` and `cu_seqlens` is given.
+    """
+    if cu_seqlens is not None and actual_seq_lengths is None:
+        actual_seq_lengths = torch.cat([cu_seqlens.new_zeros(1), cu_seqlens.diff()])
+        cu_seqlens = None
+    if actual_seq_lengths is None or cu_seqlens is not None:
+        raise StateError("give either actual_seq_lengths or cu_seqlens")
+    if use_qk_l2norm_in_kernel:
+        query, key = delta_rule.l2_normalized(query), delta_rule.l2_normalized(key)
+    library = _library_for(query)
+    if library is None:
+        return delta_rule.recurrent(
+            query, key, value, state, beta, scale, actual_seq_lengths, ssm_state_indices, num_accepted_tokens, g, gk
+        )
+    if g is None and gk is None:  # the operator refuses a call without a decay
+        g = torch.zeros(value.shape[:2], dtype=torch.float32, device=value.device)
+    options: dict[str, Any] = {"scale": scale, "num_accepted_tokens": num_accepted_tokens, "g": g, "gk": gk}
+    options |= {"beta": torch.ones_like(value[..., 0]) if beta is None else beta}
+    options |= {"actual_seq_lengths": actual_seq_lengths}
+    if state.is_contiguous():
+        return _tensor(
+            library.recurrent_gated_delta_rule(query, key, value, state, ssm_state_indices=ssm_state_indices, **options)
+        )
+    used, places = torch.unique(ssm_state_indices, return_inverse=True)
+    pages = gather_state_rows(state, used, used >= 0)
+    places = places.view(ssm_state_indices.shape).to(ssm_state_indices.dtype)
+    out = library.recurrent_gated_delta_rule(query, key, value, pages, ssm_state_indices=places, **options)
+    scatter_state_rows_(state, used[used >= 0], pages[used >= 0])
+    return _tensor(out)
+
+
+@contextmanager
+def _dense_pages(
+    state: Tensor, indices: Tensor | None, sequences: int, padding: tuple[int, ...]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The sequences' pages, dense, behind an empty page 0 that stands for padding; written back when the operator is done."""
+    if indices is None:
+        indices, live = (
+            torch.arange(sequences, device=state.device),
+            torch.ones(sequences, dtype=torch.bool, device=state.device),
+        )
+    else:
+        live = ~torch.isin(indices, torch.tensor(padding, dtype=indices.dtype, device=indices.device))
+    pages = state.new_zeros((len(indices) + 1, *state.shape[1:]))
+    gather_state_rows(state, indices, live, out=pages[1:])
+    slots = torch.where(live, torch.arange(1, len(indices) + 1, device=state.device), 0).to(torch.int32)
+    yield pages, slots
+    scatter_state_rows_(state, indices[live], pages[1:][live])
+
+
+def _padding(*ids: int | None) -> tuple[int, ...]:
+    return tuple(number for number in ids if number is not None)
+
+
+def _refuse(name: str, unsupported: dict[str, object]) -> None:
+    asked = [argument for argument, value in unsupported.items() if value is not None and value is not False and value != 0]
+    if asked:
+        raise StateError(f"{name}: {', '.join(asked)} not supported; AscendC's operator has no block scheduling either")
+
+
+def _tensor(found: Any) -> Tensor:
+    result: Tensor = found
+    return result
