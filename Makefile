@@ -23,6 +23,15 @@ format:
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
+# Rows of padded states, and the operators that use them; the operators' tests in a process of their own, without our conftest.
+test-state-index: setup
+	$(VENV)/bin/python -m pytest tests/memory/test_state_rows.py tests/memory/test_state_rows_device.py tests/memory/test_states.py
+	$(VENV)/bin/python -m pytest --noconftest tests/fla
+
+# What a model runner gets: the views of its KV cache, and vLLM's own beside them.
+test-model-runner: setup
+	$(VENV)/bin/python -m pytest $(wildcard tests/memory/test_model_runner.py tests/memory/test_cache_views.py tests/vllm)
+
 # The long runs: see docs/simulation.md.
 soak: setup
 	for start in 0 10000 20000 30000 40000 50000 60000 70000 80000 90000; do \

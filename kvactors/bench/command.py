@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import click
@@ -42,3 +43,32 @@ def bench_mooncake(quick: bool, as_json: bool) -> None:
             ]
             table.add_row(f"{row.kib} KiB", call, f"{measured.median(RAW) * 1000:.1f} ms", *cells)
     plain_console(soft_wrap=True).print(table)
+
+
+@bench.command("state-rows")
+@click.option("--quick", is_flag=True, help="Fewer rounds.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench_state_rows(quick: bool, as_json: bool) -> None:
+    """Gather and scatter of padded recurrent states, beside memcpy of as many bytes. Needs torch."""
+    from rich.table import Table
+
+    from kvactors.bench.state_rows import CRITERION, CRITERION_KIB, FRESH_GATHER, GATHER, MEMCPY, SCATTER, run
+
+    if importlib.util.find_spec("torch") is None:
+        raise click.ClickException("state rows are torch tensors: pip install 'kvactors[torch]'")
+    err = plain_console(stderr=True)
+    rows = run(quick=quick, say=lambda size: err.print(f"measuring rows of {size}"))
+    if as_json:
+        click.echo(json.dumps([row.as_dict() for row in rows], indent=2))
+        return
+    table = Table(title=f"{rows[0].moved_bytes >> 20} MiB in padded rows: medians, and their part of the memcpy's rate")
+    for column in ("row", GATHER, SCATTER, MEMCPY, FRESH_GATHER, ""):
+        table.add_column(column, justify="right")
+    for row in rows:
+        cells = [f"{row.measured.median(way) * 1000:.1f} ms ({row.rate(way):.2f})" for way in (GATHER, SCATTER)]
+        cells += [f"{row.measured.median(MEMCPY) * 1000:.1f} ms", f"{row.rate(FRESH_GATHER):.2f}"]
+        table.add_row(f"{row.kib} KiB", *cells, "" if row.meets() else f"below {CRITERION}")
+    plain_console(soft_wrap=True).print(table)
+    err.print(
+        f"criterion: gather and scatter at {CRITERION} of the memcpy's rate or more, for rows of {CRITERION_KIB} KiB and more"
+    )
