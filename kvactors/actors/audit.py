@@ -19,12 +19,23 @@ from kvactors.core.store import Health, Outcome, RangeBatch, Store
 
 
 class _Put:
-    __slots__ = ("covered", "life", "opened_at", "seen", "size")
+    __slots__ = ("life", "opened_at", "put", "sent", "size")
 
     def __init__(self, size: int, opened_at: float, life: int) -> None:
         self.size, self.opened_at, self.life = size, opened_at, life
-        self.covered = 0
-        self.seen: set[int] = set()
+        self.sent: set[int] = set()
+        """offsets of ranges that were sent"""
+        self.put: list[tuple[int, int]] = []
+        """(begin, end) of ranges that arrived"""
+
+    def hole(self) -> int | None:
+        """The first byte that was not put; None: every byte was."""
+        at = 0
+        for begin, end in sorted(self.put):
+            if begin > at:
+                return at
+            at = max(at, end)
+        return at if at < self.size else None
 
 
 class AuditedStore:
@@ -99,7 +110,8 @@ class AuditedStore:
             self._check("I7", nbytes <= config.max_transfer_bytes, f"{nbytes} bytes in one call")
 
     def put_ranges(self, batch: RangeBatch) -> list[Outcome]:
-        first, now, nbytes = int(batch.offsets[0]), self._clock.now(), batch.nbytes_per_key
+        now, offsets = self._clock.now(), batch.offsets.tolist()
+        ranges = list(zip(offsets, (batch.offsets + batch.sizes).tolist(), strict=True))
         with self._lock:
             self._check_limits(batch)
             for key in batch.keys:
@@ -108,8 +120,9 @@ class AuditedStore:
                 if put is not None:
                     self._check("I11", now - put.opened_at <= self.put_safe_age_s, f"range put of {key} on a session too old")
                     self._check("I11", put.life == self._life, f"range put of {key} after its master was lost")
-                    self._check("I1", first not in put.seen, f"offset {first} of {key} is put twice")
-                    put.seen.add(first)
+                    twice = put.sent.intersection(offsets)
+                    self._check("I1", not twice, f"offsets {sorted(twice)[:3]} of {key} are put twice")
+                    put.sent.update(offsets)
             self._writing.update(batch.keys)
         try:
             with self._call():
@@ -121,7 +134,7 @@ class AuditedStore:
             for key, outcome in zip(batch.keys, outcomes, strict=False):
                 put = self._puts.get(key)
                 if put is not None and outcome is Outcome.OK:
-                    put.covered += nbytes
+                    put.put += ranges
         return outcomes
 
     def put_commit(self, keys: Sequence[str]) -> list[Outcome]:
@@ -130,7 +143,8 @@ class AuditedStore:
                 put = self._puts.get(key)
                 self._check("I2", put is not None, f"commit of {key}, which has no open session")
                 if put is not None:
-                    self._check("I1", put.covered == put.size, f"commit of {key} with {put.covered} of {put.size} bytes put")
+                    hole = put.hole()
+                    self._check("I1", hole is None, f"commit of {key}: byte {hole} of {put.size} was not put")
                     self._check("I11", put.life == self._life, f"commit of {key} after its master was lost")
                 self._check("I1", not self._writing[key], f"commit of {key} with a range call under way")
         with self._call():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -15,7 +16,7 @@ from kvactors.core.saves import RangeCall
 from kvactors.core.sessions import GetEvent, GetSession, GetState
 from kvactors.core.steps import NULL_BLOCK
 from kvactors.core.store import Outcome
-from kvactors.messages import Close, Job, Kind, Open, PrepareGroup, Transfer, TransferDone
+from kvactors.messages import Close, Kind, Open, PrepareGroup, Transfer, TransferDone
 
 CLOSE_TRIES = 3
 
@@ -39,6 +40,7 @@ class Loader:
         self._c = context
         good = context.pool.good_range_bytes
         self._runs = read_runs(context.ranges, good) if good else {}
+        self._run_ends = sorted(set(self._runs.values()))
         self._waiting: dict[str, list[GroupStep]] = {}
         """key -> steps whose preparation waits for its session"""
         self._reopen: dict[str, list[GroupStep]] = {}
@@ -174,53 +176,58 @@ class Loader:
         loads = gs.loads
         if loads is None:
             return
-        c, state = self._c, gs.state
-        together: list[Job] = []
-        for layer in layers:
-            if layer in loads.started or layer not in c.ranges.layers:
-                continue
-            failed = dict(state.failed)
-            for request_id in [r for r, at in failed.items() if at > layer]:
-                blocks = [(c.group_id, loads.blocks[row]) for row in loads.rows_of_request(request_id)]
-                if blocks:  # skipped from here on, so it fails here already (I5)
-                    state.fail(request_id, layer, blocks, "")
-            calls = loads.start(layer, failed)
-            task = state.loads[layer]
-            jobs: list[Job] = [
-                Transfer(
-                    reply=c.mailbox.post,
-                    priority=priority,
-                    group_id=c.group_id,
-                    step=state.id,
-                    layer=layer,
-                    distance=layer,
-                    event=event,
-                    settled=partial(self._settled, gs, call, task),
-                    epoch=loads.epoch,
-                    kind=Kind.GET,
-                    call=call,
-                    object_bytes=c.ranges.object_bytes,
-                    oldest_s=float(loads.opened_at[call.rows].min()),
-                    run=self._runs.get(layer, -1) if state.windowed else -1,
-                )
-                for call in calls
-            ]
-            task.plan(c.group_id, len(jobs))
+        planned = [(layer, self._reads(gs, layer, event, priority)) for layer in self._due(loads, layers)]
+        for layer, jobs in planned:  # whatever raised before this left the layer unplanned, so that it can still be failed
+            gs.state.loads[layer].plan(self._c.group_id, len(jobs))
             gs.reads += len(jobs)
-            if c.range_debug is not None:
-                for call in calls:
-                    owners = [(loads.requests[row], loads.blocks[row]) for row in call.rows.tolist()]
-                    c.range_debug.ranges("get", c.group_id, call, owners, event)
-            together += jobs
-        c.submit_together(together)
+        self._c.submit_together([job for _, jobs in planned for job in jobs])
+
+    def _due(self, loads: StepLoads, layers: Iterable[int]) -> list[int]:
+        return [layer for layer in layers if layer not in loads.started and layer in self._c.ranges.layers]
+
+    def _reads(self, gs: GroupStep, layer: int, event: DeviceEvent | None, priority: Priority) -> list[Transfer]:
+        """The transfers that load a layer; requests that failed on a later one fail here already."""
+        c, state, loads = self._c, gs.state, gs.loads
+        assert loads is not None
+        failed = dict(state.failed)
+        for request_id in [r for r, at in failed.items() if at > layer]:
+            blocks = [(c.group_id, loads.blocks[row]) for row in loads.rows_of_request(request_id)]
+            if blocks:  # skipped from here on, so it fails here already (I5)
+                state.fail(request_id, layer, blocks, "")
+        calls = loads.start(layer, failed)
+        if c.range_debug is not None:
+            for call in calls:
+                owners = [(loads.requests[row], loads.blocks[row]) for row in call.rows.tolist()]
+                c.range_debug.ranges("get", c.group_id, call, owners, event)
+        return [
+            Transfer(
+                reply=c.mailbox.post,
+                priority=priority,
+                group_id=c.group_id,
+                step=state.id,
+                layer=layer,
+                distance=layer,
+                event=event,
+                settled=partial(self._settled, gs, call, state.loads[layer]),
+                epoch=loads.epoch,
+                kind=Kind.GET,
+                call=call,
+                object_bytes=c.ranges.object_bytes,
+                oldest_s=float(loads.opened_at[call.rows].min()),
+                run=self._runs.get(layer, -1) if state.windowed else -1,
+            )
+            for call in calls
+        ]
 
     def window(self, state: StepState, after: int) -> Sequence[int]:
-        """The layers of a step that may be read once `after` is ready; with each of them the run that is read together."""
+        """The layers of a step that may be read once `after` is ready: those of the prefetch distance, what is read in one run
+        with any of them, and the run after the one that is being computed, so that it has as long to come as that takes."""
         prefetch = self._c.config.prefetch_layers
         layers = state.window(after, prefetch)
         if not prefetch or not self._runs:
             return layers
-        last = max((self._runs[layer] for layer in layers if layer in self._runs), default=-1)
+        at = bisect_left(self._run_ends, after)
+        last = max([self._runs[layer] for layer in layers if layer in self._runs] + self._run_ends[at + 1 : at + 2], default=-1)
         return (*layers, *(layer for layer in state.load_layers[len(layers) :] if layer <= last))
 
     def _settled(self, gs: GroupStep, call: RangeCall, task: LayerTask, outcomes: list[Outcome]) -> None:

@@ -133,14 +133,11 @@ class TransferPool:
         self._arm()
 
     def promote(self, step: int, layer: int) -> None:
-        """A compute thread waits for the loads of a layer: they go before every prefetch, and what is read with them too."""
+        """A compute thread waits for the loads of a layer: they go before every prefetch."""
         with self._lock:
-            waiting = [j for j in (*self._queue, *self._gated.values()) if isinstance(j, Transfer) and j.step == step]
-            runs = {(j.group_id, j.run) for j in waiting if j.layer == layer and j.run >= 0}
-            wanted = {id(j) for j in waiting if j.layer == layer or (j.group_id, j.run) in runs}
-            self._queue.promote(lambda j: id(j) in wanted)
+            self._queue.promote(lambda j: j.step == step and j.layer == layer)
             for job in self._gated.values():
-                if id(job) in wanted and job.priority is Priority.PREFETCH:
+                if job.step == step and job.layer == layer and job.priority is Priority.PREFETCH:
                     job.priority = Priority.DEMANDED
 
     def cancel(self, step: int, group_id: int | None = None) -> None:

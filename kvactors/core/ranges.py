@@ -86,17 +86,18 @@ class GroupRanges:
 def read_runs(ranges: GroupRanges, good_range_bytes: int) -> dict[int, int]:
     """Which layers are read together where short ranges are dear: stage layer -> the last layer of its run.
 
-    The first layer is a run of its own, so that the compute can begin; then as many as make a good range.
+    The first layer is a run of its own, so that the compute can begin; each further run has at most twice the layers of the one
+    before, and no more than make a good range.
     """
     runs: dict[int, int] = {}
     run: list[int] = []
-    nbytes = 0
-    for number, (layer, of_layer) in enumerate(ranges.layers.items()):
+    nbytes, most = 0, 1
+    for layer, of_layer in ranges.layers.items():
         run.append(layer)
         nbytes += of_layer.nbytes
-        if number == 0 or nbytes >= good_range_bytes or layer == ranges.last_layer:
+        if len(run) == most or nbytes >= good_range_bytes or layer == ranges.last_layer:
             runs.update(dict.fromkeys(run, layer))
-            run, nbytes = [], 0
+            run, nbytes, most = [], 0, 2 * most
     return runs
 
 

@@ -85,8 +85,10 @@ def _place(job: Rider, piece: int) -> Hashable:
 
 
 def _same_way(first: Rider, job: Rider) -> bool:
-    """Whether both may go in one call: as urgent, in one run, of the same keys, under sessions of one life of the master."""
-    same = first.priority is job.priority and first.run == job.run and first.epoch == job.epoch
+    """Whether both may go in one call: in one run, of the same keys, under sessions of one life of the master, and as urgent;
+    or the rider is a prefetch, which a demanded load of its run takes along."""
+    along = first.priority is Priority.DEMANDED and job.priority is Priority.PREFETCH and first.run >= 0
+    same = (along or first.priority is job.priority) and first.run == job.run and first.epoch == job.epoch
     return same and first.call.batch.keys == job.call.batch.keys
 
 

@@ -183,13 +183,12 @@ def _release(pool: LocalPool, store: Store) -> None:
     if isinstance(store, FaultyStore):
         for gate in store.gates:
             store.release(gate)
-    try:
-        pool.unregister(store)
-    except KVActorsError:
-        # A store that was killed by a fault plan answers like that, and one whose calls do not return.
-        _never_freed.append(pool)
-    finally:
-        store.close()
+    for leave in (partial(pool.unregister, store), store.close):
+        try:
+            leave()
+        except KVActorsError:
+            # A store that was killed by a fault plan answers like that, and one whose calls do not return.
+            _never_freed.append(pool)
 
 
 async def _sleep(stopping: asyncio.Event, wait_s: float) -> None:

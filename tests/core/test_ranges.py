@@ -132,16 +132,20 @@ def test_a_bad_option_is_named(options: dict[str, object], said: str) -> None:
 
 
 @given(layouts, st.integers(1, 900))
-def test_a_run_is_as_short_as_makes_a_good_range_and_the_first_layer_is_one(sizes: list[list[int]], good: int) -> None:
+def test_runs_double_from_one_layer_up_to_a_good_range(sizes: list[list[int]], good: int) -> None:
     _, ranges = ranges_of(sizes, EngineConfig())
     runs = read_runs(ranges, good)
     layers = list(ranges.layers)
     assert list(runs) == layers
     assert runs[layers[0]] == layers[0]
+    most = 1
     for last in dict.fromkeys(runs.values()):
         members = [layer for layer in layers if runs[layer] == last]
         assert members == layers[layers.index(members[0]) : layers.index(last) + 1]
         if members[0] != layers[0]:
             shorter = sum(ranges.layers[layer].nbytes for layer in members[:-1])
             assert shorter < good
-            assert last == layers[-1] or shorter + ranges.layers[last].nbytes >= good
+            enough = shorter + ranges.layers[last].nbytes >= good or len(members) == most
+            assert last == layers[-1] or enough
+        assert len(members) <= most
+        most *= 2

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,8 @@ TRIES = 5
 START_S = 20.0
 STOP_S = 5.0
 _LOOK_S = 0.02
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 
 
 def find_master() -> Path | None:
@@ -36,6 +42,8 @@ def find_master() -> Path | None:
 
 class LocalMaster:
     """A master process, started by the constructor. A context manager; `close` ends it, also a frozen one.
+
+    Started by the main thread, it ends with this program even if that is killed.
 
     Args:
         lease_s: how long a read is protected from eviction, seconds.
@@ -107,14 +115,15 @@ class LocalMaster:
         """Starts the process again on the same port, after `kill`: with nothing in it, as after a crash."""
         # A session of its own: Ctrl-C in a terminal is for the program that uses the master, which still has to drain.
         command = [*self._command, f"-rpc_port={self.port}", f"-metrics_port={_free_port()}"]
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True)
+        self._process = subprocess.Popen(
+            command,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent if threading.current_thread() is threading.main_thread() else None,
+        )
         deadline = time.monotonic() + START_S
-        while True:
-            try:
-                socket.create_connection((HOST, self.port), timeout=1.0).close()
-                return
-            except OSError:
-                pass
+        while not _listens(self._process.pid, self.port):
             if self._ended_within(_LOOK_S) or time.monotonic() > deadline:
                 self.kill()
                 raise StoreUnreachableError(f"mooncake_master did not start on {self.address}: {self._last_lines()}")
@@ -149,6 +158,24 @@ class LocalMaster:
         self._log.seek(0)
         lines = self._log.read().decode("utf-8", "replace").splitlines()
         return " / ".join(lines[-3:]) or "it wrote nothing"
+
+
+def _listens(pid: int, port: int) -> bool:
+    """Whether it is this process that listens on the port: another one may have taken it, and answers just as well."""
+    sockets = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state, *more = line.split()
+        if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+            sockets.add(f"socket:[{more[5]}]")
+    try:
+        return any(os.readlink(fd) in sockets for fd in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:  # it has ended, or closed a file meanwhile
+        return False
+
+
+def _die_with_parent() -> None:
+    """Runs in the child: it is ended when the thread that started it is gone, however that came about."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _free_port() -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +37,9 @@ class Sender:
     def __init__(self, client: Client, protocol: str, staging_bytes: int) -> None:
         self.count: Counter[str] = Counter()
         self._client = client
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._closed = False
+        self._scattering = 0
         staging = StagingBuffers(staging_bytes) if protocol == "tcp" else None
         self._staging = staging if staging is not None and staging.slot_bytes else None
         if self._staging is not None:
@@ -47,6 +50,25 @@ class Sender:
     @property
     def good_range_bytes(self) -> int:
         return GOOD_RANGE_BYTES if self._staging is not None else 0
+
+    def close(self) -> None:
+        """No call that is still under way writes local memory any more when this returns."""
+        with self._lock:
+            self._closed = True
+            self._lock.wait_for(lambda: not self._scattering)
+
+    @contextmanager
+    def _may_scatter(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise StoreError("the Mooncake store was closed while it was read; nothing was delivered")
+            self._scattering += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._scattering -= 1
+                self._lock.notify_all()
 
     def put(self, batch: RangeBatch, answers: Answers, rows: Sequence[int], host: Regions | None) -> None:
         """Writes the ranges of `rows` and fills in their answers. `host`: what may be copied by the CPU; None = all of it."""
@@ -89,11 +111,12 @@ class Sender:
                     plan.gather(chunk, slot)
                 self._call(plan.sent(chunk, slot), call, answers, chunk_rows)
                 judge()
+                good = [i for i, row in enumerate(chunk_rows) if answers[row] is Outcome.OK]
                 if call == GET_RANGES:
-                    good = [i for i, row in enumerate(chunk_rows) if answers[row] is Outcome.OK]
-                    plan.scatter(chunk, slot, slice(None) if len(good) == len(chunk_rows) else np.array(good, np.int64))
+                    with self._may_scatter():
+                        plan.scatter(chunk, slot, slice(None) if len(good) == len(chunk_rows) else np.array(good, np.int64))
                 with self._lock:
-                    self.count["staged_bytes"] += plan.pitch * len(chunk_rows)
+                    self.count["staged_bytes"] += len(good) * int(whole.sizes[plan.columns].sum())
         finally:
             staging.give_back(slot)
 

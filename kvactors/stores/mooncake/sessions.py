@@ -1,82 +1,56 @@
-"""What this client knows of its sessions: since when each runs, where its object lies, and when the master last knew it.
+"""What this client knows of its sessions: since when each runs, where its object lies, in which life of the master it began.
 
-Ranges go to an object's memory without the master. One that was restarted knows no object any more, and gives the memory to
-others; so what it said of an object holds for a short while only, and then it is asked again: before a put, and after a read.
+A session is good while the master of its life answers (`canary.py`). Where the pool has no space for a canary, a read is good
+if all of its objects still lie afterwards where they were read: keys name contents, so an object that was written anew at the
+same place has the same bytes. Nothing is written without a canary.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from kvactors.core.clock import Clock
 from kvactors.core.store import Outcome
+from kvactors.stores.mooncake.canary import Canary
 from kvactors.stores.mooncake.client import NOWHERE, Client, Placed
-from kvactors.stores.mooncake.codes import OK, REPLICA_NOT_READY, outcome_of
-
-FRESH_S = 0.02
-"""What the master said of an object holds for so long, seconds: less than a master takes to be killed, start again and get a
-segment back."""
 
 
 class Reading:
-    """A get session: since when its lease runs, where the object lies, and when it was known to lie there."""
+    """A get session: since when its lease runs, where the object lies, and the life of the master (None: not known)."""
 
-    __slots__ = ("known", "placed", "since")
+    __slots__ = ("life", "placed", "since")
 
-    def __init__(self, since: float, placed: Placed) -> None:
-        self.since, self.known, self.placed = since, since, placed
+    def __init__(self, since: float, placed: Placed, life: int | None) -> None:
+        self.since, self.placed, self.life = since, placed, life
 
 
 class Sessions:
-    """Thread-safe.
+    """Thread-safe. `lease_s`: how long a get session lasts."""
 
-    Args:
-        lease_s: how long a get session lasts.
-        alive: whether the master answers; asked when an empty answer may mean that it does not.
-    """
-
-    def __init__(self, client: Client, clock: Clock, lease_s: float, alive: Callable[[], bool]) -> None:
-        self._client, self._clock, self._lease_s, self._alive = client, clock, lease_s, alive
+    def __init__(self, client: Client, canary: Canary, lease_s: float) -> None:
+        self._client, self._canary, self._lease_s = client, canary, lease_s
         self._lock = threading.Lock()
         self._readings: dict[str, Reading] = {}
-        self._puts: dict[str, float] = {}
-        """open puts, and when the master last knew each"""
+        self._puts: dict[str, int] = {}
+        """open puts, and the life in which each began"""
 
     # Puts
 
-    def put(self, keys: Iterable[str], now: float) -> None:
-        """Puts were opened."""
+    def begin_puts(self, keys: Iterable[str], life: int) -> None:
         with self._lock:
-            self._puts.update((key, now) for key in keys)
+            self._puts.update(dict.fromkeys(keys, life))
 
     def end_puts(self, keys: Iterable[str]) -> None:
         with self._lock:
             for key in keys:
                 self._puts.pop(key, None)
 
-    def unknown_puts(self, keys: Iterable[str]) -> dict[str, Outcome]:
-        """Which of these open puts the master does not know any more. The oldest stands for all: a master that still knows it
-        was not restarted since."""
-        now = self._clock.now()
+    def lost_puts(self, keys: Iterable[str]) -> dict[str, Outcome]:
+        """Which of these open puts the master does not know, or cannot be asked about, any more."""
         with self._lock:
-            old = sorted((known, key) for key in set(keys) if now > (known := self._puts.get(key, now)) + FRESH_S)
-        if not old:
-            return {}
-        asked = [key for _, key in old]
-        gone = self._not_being_written(asked[:1]) and self._not_being_written(asked)
-        with self._lock:
-            self._puts.update((key, now) for key in asked if key in self._puts and key not in gone)
-        return gone
-
-    def _not_being_written(self, keys: Sequence[str]) -> dict[str, Outcome]:
-        codes = self._client.ask("batch_get_session_start", keys)
-        told = list(zip(keys, codes, strict=True))
-        with self._lock:
-            read = [key for key, code in told if code == OK and key not in self._readings]
-        if read:  # another client took the key over and has committed it
-            self.end_gets(read)
-        return {key: Outcome.INVALID if code == OK else outcome_of(code) for key, code in told if code != REPLICA_NOT_READY}
+            lives = {key: life for key in set(keys) if (life := self._puts.get(key)) is not None}
+        verdicts = {life: self._canary.check(life) for life in set(lives.values())}
+        return {key: verdicts[life] for key, life in lives.items() if verdicts[life] is not Outcome.OK}
 
     # Gets
 
@@ -84,15 +58,15 @@ class Sessions:
     def gets_open(self) -> int:
         return len(self._readings)
 
-    def begin_get(self, key: str, since: float, placed: Placed) -> None:
-        """Renews a session that is alive; a read that began under one that is not, or at another place, must not profit from
-        the new one."""
+    def begin_get(self, key: str, since: float, placed: Placed, life: int | None) -> None:
+        """Renews a session that is alive; a read that began under one that is not, at another place, or in another life, must
+        not profit from the new one."""
         with self._lock:
             reading = self._readings.get(key)
-            if reading is None or not self.alive(reading, since) or reading.placed != placed:
-                self._readings[key] = Reading(since, placed)
+            if reading is None or not self.alive(reading, since) or reading.placed != placed or reading.life != life:
+                self._readings[key] = Reading(since, placed, life)
             else:
-                reading.since, reading.known = max(since, reading.since), max(since, reading.known)
+                reading.since = max(since, reading.since)
 
     def end_gets(self, keys: Iterable[str]) -> int:
         """Ends sessions here and in the native client, whose code is the answer."""
@@ -114,6 +88,13 @@ class Sessions:
         if over:
             self.end_gets(over)
 
+    def end_readings(self, keys: Sequence[str], over: Mapping[int, Reading]) -> None:
+        """Ends these sessions, unless another one of the key has taken their place."""
+        with self._lock:
+            mine = [keys[row] for row, reading in over.items() if self._readings.get(keys[row]) is reading]
+        if mine:
+            self.end_gets(mine)
+
     def readings(self, keys: Sequence[str], rows: Iterable[int]) -> dict[int, Reading]:
         """The sessions of these rows' keys, as far as there are any."""
         with self._lock:
@@ -123,19 +104,13 @@ class Sessions:
         """Whether its lease still runs."""
         return now < reading.since + self._lease_s
 
-    def moved_away(self, read: Mapping[str, Reading], now: float) -> dict[str, Outcome]:
-        """Which of these objects do not lie any more where they were read. As with puts, the oldest stands for all."""
-        old = sorted((r.known, key) for key, r in read.items() if now > r.known + FRESH_S)
-        if not old:
-            return {}
-        asked = [key for _, key in old]
-        gone = self._not_in_place(asked[:1], read) and self._not_in_place(asked, read)
-        for key in asked:
-            if key not in gone:
-                read[key].known = max(now, read[key].known)
-        return gone
-
-    def _not_in_place(self, keys: Sequence[str], read: Mapping[str, Reading]) -> dict[str, Outcome]:
-        found = self._client.replicas(keys)
-        answer = Outcome.NOT_FOUND if found or self._alive() else Outcome.UNREACHABLE
-        return {key: answer for key in keys if found.get(key, NOWHERE).places != read[key].placed.places}
+    def lost_reads(self, keys: Sequence[str], read: Mapping[int, Reading]) -> dict[int, Outcome]:
+        """Which of the rows that were just read may hold another object's bytes, because the master changed meanwhile."""
+        verdicts = {life: self._canary.check(life) for life in {r.life for r in read.values()} if life is not None}
+        lost = {row: verdicts[r.life] for row, r in read.items() if r.life is not None and verdicts[r.life] is not Outcome.OK}
+        unknown = {row: r for row, r in read.items() if r.life is None}
+        if unknown:
+            found = self._client.replicas(list(dict.fromkeys(keys[row] for row in unknown)))
+            moved = [row for row, r in unknown.items() if found.get(keys[row], NOWHERE).places != r.placed.places]
+            lost.update(dict.fromkeys(moved, Outcome.NOT_FOUND))
+        return lost

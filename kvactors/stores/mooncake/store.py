@@ -19,9 +19,11 @@ from kvactors.core.clock import Clock
 from kvactors.core.store import Health, Outcome, RangeBatch
 from kvactors.errors import ConfigError, StoreError, StoreUnreachableError
 from kvactors.log import get_logger
+from kvactors.stores.mooncake.canary import Canary
 from kvactors.stores.mooncake.client import NOWHERE, Client
 from kvactors.stores.mooncake.codes import RPC_FAIL, RPC_TIMEOUT, outcome_of
 from kvactors.stores.mooncake.config import MooncakeConfig
+from kvactors.stores.mooncake.host_memory import host_memory
 from kvactors.stores.mooncake.sender import Sender
 from kvactors.stores.mooncake.sessions import Reading, Sessions
 from kvactors.stores.mooncake.suspects import Segments, Suspects
@@ -35,6 +37,8 @@ PROBE_KEY = "kvactors-probe"
 """A key that nobody writes; asking for it takes the master and nothing else."""
 
 Act = Callable[[RangeBatch, list[Outcome], list[int], Regions | None], None]
+
+_SESSION_OVER = (Outcome.LEASE_EXPIRED, Outcome.NOT_FOUND, Outcome.UNREACHABLE)
 
 _UNREACHABLE = (RPC_FAIL, RPC_TIMEOUT)
 _MOST_SIZE = (1 << 63) - 1
@@ -70,7 +74,11 @@ class MooncakeStore:
         self._moved = threading.Condition(self._lock)
         self._moves: set[object] = set()
         """range calls under way"""
-        self._sessions = Sessions(self._client, self._clock, config.lease_s, lambda: self.health().ok)
+        self._leaving: set[int] = set()
+        """regions that no new call uses, and that the client still holds"""
+        self._closing = False
+        self._canary = Canary(self._client, self._clock, self.put_safe_age_s)
+        self._sessions = Sessions(self._client, self._canary, config.lease_s)
         self._suspects = Suspects(config.suspect_after_s, config.negative_s)
         self._regions = self._host = Regions()
         self._sender = Sender(self._client, config.protocol, int(config.staging_bytes))
@@ -90,17 +98,25 @@ class MooncakeStore:
         OK, INVALID (size below 1, open in this client), EXISTS, NO_SPACE for just the keys that do not fit (eviction then runs;
         also for one that can never fit), UNREACHABLE.
         """
-        nbytes, now = _paired(keys, sizes), self._clock.now()
+        nbytes = _paired(keys, sizes)
         self._check_open()
         good = [i for i, size in enumerate(nbytes) if 0 < size <= _MOST_SIZE]
         answers = [Outcome.INVALID] * len(keys)
-        if good:
-            replication = () if self._client.replication is None else (self._client.replication,)
-            asked = [keys[i] for i in good]
-            codes = self._client.ask("batch_put_session_start", asked, [nbytes[i] for i in good], *replication)
-            for i, code in zip(good, codes, strict=True):
-                answers[i] = outcome_of(code)
-            self._sessions.put((keys[i] for i in good if answers[i] is Outcome.OK), now)
+        if not good:
+            return answers
+        life = self._canary.life()
+        replication = () if self._client.replication is None else (self._client.replication,)
+        asked = [keys[i] for i in good]
+        codes = self._client.ask("batch_put_session_start", asked, [nbytes[i] for i in good], *replication)
+        for i, code in zip(good, codes, strict=True):
+            answers[i] = outcome_of(code)
+        opened = [i for i in good if answers[i] is Outcome.OK]
+        if life is not None:
+            self._sessions.begin_puts((keys[i] for i in opened), life)
+        elif opened:  # no space for a canary: nothing may be written
+            self._client.ask("batch_put_session_revoke", [keys[i] for i in opened])
+            for i in opened:
+                answers[i] = Outcome.NO_SPACE
         return answers
 
     def put_ranges(self, batch: RangeBatch) -> list[Outcome]:
@@ -114,7 +130,9 @@ class MooncakeStore:
     def put_commit(self, keys: Sequence[str]) -> list[Outcome]:
         """Publishes objects, whatever was written. OK, INVALID, NOT_OWNER (taken over by another client), NOT_FOUND,
         UNREACHABLE."""
-        return self._end_puts("batch_put_session_end", keys)
+        answers = self._end_puts("batch_put_session_end", keys)
+        self._suspects.written(key for key, answer in zip(keys, answers, strict=True) if answer is Outcome.OK)
+        return answers
 
     def put_revoke(self, keys: Sequence[str]) -> list[Outcome]:
         """Drops objects being written. OK, INVALID, NOT_OWNER, NOT_FOUND, UNREACHABLE."""
@@ -128,7 +146,9 @@ class MooncakeStore:
         OK, NOT_FOUND, NOT_READY, SIZE_MISMATCH (in the log once per size), TRANSFER_FAILED (see `suspects.py`),
         UNREACHABLE. Only OK leaves a session, or renews it.
         """
-        nbytes, since = _paired(keys, sizes), self._clock.now()
+        nbytes = _paired(keys, sizes)
+        self._check_open()
+        life, since = self._canary.life() if keys else None, self._clock.now()
         answers = self._outcomes("batch_get_session_start", keys)
         opened = list(dict.fromkeys(key for key, answer in zip(keys, answers, strict=True) if answer is Outcome.OK))
         if not opened:
@@ -155,7 +175,7 @@ class MooncakeStore:
                 answers[i] = Outcome.TRANSFER_FAILED
                 self._count["negative"] += 1
             else:
-                self._sessions.begin_get(key, since, placed)
+                self._sessions.begin_get(key, since, placed, life)
                 continue
             refused.append(key)
         self._sessions.end_refused(refused, found)
@@ -211,8 +231,9 @@ class MooncakeStore:
 
     # Memory
 
-    def register(self, address: int, nbytes: int, *, host: bool = True) -> None:
-        """Allows ranges in `nbytes` bytes of local memory from `address`; `host=False` for device memory, which is not staged.
+    def register(self, address: int, nbytes: int, *, host: bool | None = None) -> None:
+        """Allows ranges in `nbytes` bytes of local memory from `address`. Device memory is not staged; `host` says whether the
+        CPU can read and write the region, None = find out.
 
         StoreError for a region that overlaps another, is empty or no user memory, or that the client refuses.
         """
@@ -221,7 +242,7 @@ class MooncakeStore:
             code = self._client.tell("register_buffer", int(address), int(nbytes))
             if code != 0:
                 raise StoreError(f"cannot register {nbytes} bytes at {address:#x}: the client answered {code}")
-            if not host:
+            if not (host_memory(address, nbytes) if host is None else host):
                 self._regions = regions
             elif self._host is self._regions:
                 self._regions = self._host = regions
@@ -232,21 +253,24 @@ class MooncakeStore:
         """Forgets the region that starts there, after range calls under way have ended: its memory may then be freed.
 
         UnregisteredMemoryError when there is none. StoreError when the calls do not end within `close_deadline_s`: they
-        may then still touch the memory.
+        may then still touch the memory; unregister it again once they have returned.
         """
         with self._moved:
-            all_host = self._host is self._regions
-            self._regions = kept = self._regions.without_region(address)
-            if all_host:
-                self._host = kept
-            elif address in self._host:
-                self._host = self._host.without_region(address)
+            if address not in self._leaving:
+                all_host = self._host is self._regions
+                self._regions = kept = self._regions.without_region(address)
+                if all_host:
+                    self._host = kept
+                elif address in self._host:
+                    self._host = self._host.without_region(address)
+                self._leaving.add(address)
             earlier = set(self._moves)
             if not self._moved.wait_for(lambda: not earlier & self._moves, self.config.close_deadline_s):
                 raise StoreError(f"unregister({address:#x}): range calls do not return; never free or reuse this memory")
             code = self._client.tell("unregister_buffer", int(address))
-        if code != 0:
-            raise StoreError(f"cannot unregister {address:#x}: the client answered {code}")
+            if code != 0:
+                raise StoreError(f"cannot unregister {address:#x}: the client answered {code}")
+            self._leaving.discard(address)
 
     # The store as a whole
 
@@ -274,13 +298,23 @@ class MooncakeStore:
         return {name: count[name] for name in names} | {"gets_open": self._sessions.gets_open}
 
     def close(self) -> None:
-        """Leaves the pool, after calls under way. Memory that this client gave to the pool goes, with the objects in it."""
+        """Leaves the pool, after calls under way. Memory that this client gave to the pool goes, with the objects in it.
+
+        StoreError when calls do not end within `close_deadline_s`: the store is closed then, but a call may still touch
+        registered memory, which must never be freed or used again.
+        """
+        with self._moved:
+            self._closing = True
+            at_rest = self._moved.wait_for(lambda: not self._moves, self.config.close_deadline_s)
+        self._sender.close()
         self._client.close()
+        if not at_rest:
+            raise StoreError("closed with range calls that do not return; never free or reuse memory that was registered")
 
     # Inside
 
     def _check_open(self) -> None:
-        if self._client.closed:
+        if self._closing or self._client.closed:
             raise StoreError("the Mooncake store was closed; open another")
 
     def _outcomes(self, call: str, keys: Sequence[str]) -> list[Outcome]:
@@ -331,7 +365,7 @@ class MooncakeStore:
         return list(range(n)) if good.all() else np.flatnonzero(good).tolist()
 
     def _write(self, batch: RangeBatch, answers: list[Outcome], rows: list[int], host: Regions | None) -> None:
-        gone = self._sessions.unknown_puts(batch.keys[row] for row in rows)
+        gone = self._sessions.lost_puts(batch.keys[row] for row in rows)
         for row in rows:
             answers[row] = gone.get(batch.keys[row], Outcome.INVALID)
         self._sender.put(batch, answers, [row for row in rows if batch.keys[row] not in gone], host)
@@ -339,12 +373,10 @@ class MooncakeStore:
     def _read(self, batch: RangeBatch, answers: list[Outcome], rows: list[int], host: Regions | None) -> None:
         keys, sessions, now = batch.keys, self._sessions, self._clock.now()
         held = sessions.readings(keys, rows)
-        expired = [row for row, reading in held.items() if not sessions.alive(reading, now)]
+        expired = {row: held.pop(row) for row in list(held) if not sessions.alive(held[row], now)}
         for row in expired:
-            del held[row]
             answers[row] = Outcome.LEASE_EXPIRED
-        if expired:
-            sessions.end_gets(keys[row] for row in expired)
+        sessions.end_readings(keys, expired)
         if not held:
             return
         read = self._suspects.begin((reading.placed.segments for reading in held.values()), now)
@@ -354,21 +386,17 @@ class MooncakeStore:
             failed = [(keys[row], r.placed.segments) for row, r in held.items() if answers[row] is Outcome.TRANSFER_FAILED]
         finally:
             self._suspects.end(read, failed, self._clock.now())
-        over = [keys[row] for row in held if answers[row] in (Outcome.LEASE_EXPIRED, Outcome.NOT_FOUND)]
-        if over:
-            sessions.end_gets(over)
+        sessions.end_readings(keys, {row: r for row, r in held.items() if answers[row] in _SESSION_OVER})
 
     def _judge(self, keys: Sequence[str], answers: list[Outcome], held: Mapping[int, Reading]) -> None:
-        """The lease once more, after the read, and whether the object still lies there: its bytes may be another object's."""
+        """The lease once more, after the read, and the master's life: the bytes may be another object's."""
         sessions, now = self._sessions, self._clock.now()
-        moved = sessions.moved_away({keys[row]: r for row, r in held.items() if answers[row] is Outcome.OK}, now)
+        lost = sessions.lost_reads(keys, {row: r for row, r in held.items() if answers[row] is Outcome.OK})
         for row, reading in held.items():
-            if answers[row] is Outcome.OK and not sessions.alive(reading, now):
-                answers[row] = Outcome.LEASE_EXPIRED
+            if answers[row] is Outcome.OK:
+                answers[row] = lost.get(row, Outcome.OK if sessions.alive(reading, now) else Outcome.LEASE_EXPIRED)
             elif answers[row] is Outcome.LEASE_EXPIRED and sessions.alive(reading, now):
                 self._tell_once(f"lease_s = {self.lease_s} is longer than the master's lease; lower it", keys[row])
-            elif answers[row] is Outcome.OK:
-                answers[row] = moved.get(keys[row], Outcome.OK)
 
 
 def _paired(keys: Sequence[str], sizes: Sequence[int]) -> list[int]:

@@ -20,7 +20,6 @@ class Suspects:
     """Thread-safe. Times are seconds on the caller's clock."""
 
     def __init__(self, after_s: float, negative_s: float) -> None:
-        self.refused = 0
         self._after_s, self._negative_s = after_s, negative_s
         self._lock = threading.Lock()
         self._keys: OrderedDict[str, float] = OrderedDict()
@@ -48,6 +47,12 @@ class Suspects:
             while len(self._keys) > _MOST_KEYS:
                 self._keys.popitem(last=False)
 
+    def written(self, keys: Iterable[str]) -> None:
+        """This client has just written these keys: whatever failed before was another object."""
+        with self._lock:
+            for key in keys:
+                self._keys.pop(key, None)
+
     def key(self, key: str, now: float) -> bool:
         """Whether a read of the key failed a short while ago."""
         with self._lock:
@@ -72,7 +77,6 @@ class Suspects:
         if until is None:
             return False
         if now < until:
-            self.refused += 1
             return True
         del table[name]
         return False

@@ -12,6 +12,7 @@ import pytest
 from kvactors.errors import ConfigError, StoreError, StoreUnreachableError
 from kvactors.stores import MooncakeConfig, MooncakeStore
 from kvactors.stores.mooncake import client as clients
+from kvactors.stores.mooncake.canary import PREFIX
 from kvactors.stores.mooncake.client import SESSION_CALLS, Client, check_sessions, native_module
 from tests.stores.memory_world import Background
 from tests.stores.mooncake.fake_native import FakeNative, Gate
@@ -123,7 +124,8 @@ def test_the_options_for_replicas_go_with_every_put(monkeypatch: pytest.MonkeyPa
         )
     )
     store.put_open(["k"], [8])
-    ((keys, sizes, wanted),) = module.native.made("batch_put_session_start")
+    canary, (keys, sizes, wanted) = module.native.made("batch_put_session_start")
+    assert canary[0][0].startswith(PREFIX)
     assert (keys, sizes) == (["k"], [8])
     assert vars(wanted) == {
         "replica_num": 2,

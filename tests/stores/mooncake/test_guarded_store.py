@@ -404,7 +404,7 @@ def test_a_call_that_finds_no_slot_goes_on_without() -> None:
     stats = bench.store.stats()
     assert stats["ranges_sent"] == SLOTS + 2 * 4
     assert stats["staged_bytes"] == SLOTS * 64
-    assert all(data == b"\7" * 64 for data in bench.native.puts.values())
+    assert all(bench.native.puts[key] == b"\7" * 64 for key in keys)
 
 
 def test_a_batch_larger_than_a_slot_goes_in_parts() -> None:
@@ -507,8 +507,41 @@ def test_close_does_not_hang_on_a_call_that_never_returns() -> None:
     gate = Gate(bench.native, GET_RANGES)
     read = Background(bench.store.get_ranges, batch)
     gate.wait_for(1)
-    bench.store.close()
+    for _ in range(2):
+        with pytest.raises(StoreError, match="do not return"):
+            bench.store.close()
     assert bench.native.made("close") == []
     gate.release.set()
     read.join(30)
     assert not read.is_alive()
+
+
+def test_a_late_read_delivers_nothing_after_close() -> None:
+    bench = Bench(close_deadline_s=0.05, staging_bytes=1 << 20)
+    bench.put("k", bytes(range(64)))
+    bench.store.get_open(["k"], [64])
+    gate = Gate(bench.native, GET_RANGES)
+    read = Background(bench.store.get_ranges, scattered(bench, ["k"]))
+    gate.wait_for(1)
+    with pytest.raises(StoreError, match="do not return"):
+        bench.store.close()
+    bench.buffer.bytes[:] = 0xAA  # somebody uses the memory again, against all advice
+    gate.release.set()
+    assert "nothing was delivered" in str(read.result())
+    assert (bench.buffer.bytes == 0xAA).all()
+
+
+def test_memory_that_could_not_be_given_up_is_given_up_once_its_calls_have_returned() -> None:
+    bench = Bench(close_deadline_s=0.05)
+    batch = reading(bench)
+    gate = Gate(bench.native, GET_RANGES)
+    read = Background(bench.store.get_ranges, batch)
+    gate.wait_for(1)
+    for _ in range(2):
+        with pytest.raises(StoreError, match="do not return"):
+            bench.store.unregister(bench.buffer.address)
+    gate.release.set()
+    read.result()
+    bench.store.unregister(bench.buffer.address)
+    assert bench.native.memory == set()
+    bench.store.register(bench.buffer.address, bench.buffer.nbytes)

@@ -21,7 +21,6 @@ def fail(suspects: Suspects, key: str, segments: Segments, began: float, took: f
 def test_a_key_whose_read_failed_is_left_alone_for_a_while(suspects: Suspects) -> None:
     fail(suspects, "k", HERE, began=0.0, took=1.0)
     assert [suspects.key("k", now) for now in (1.0, 30.9, 31.0, 1.0)] == [True, True, False, False]
-    assert suspects.refused == 2
     assert not suspects.key("other", 2.0)
 
 
