@@ -17,6 +17,7 @@ import uuid
 
 from kvactors.core.clock import Clock
 from kvactors.core.store import Outcome
+from kvactors.errors import StoreUnreachableError
 from kvactors.stores.mooncake.client import Client
 from kvactors.stores.mooncake.codes import OK, REPLICA_NOT_READY, RPC_FAIL, RPC_TIMEOUT, outcome_of
 
@@ -44,12 +45,16 @@ class Canary:
         self._opened = self._known = 0.0
 
     def life(self) -> int | None:
-        """The life that a session which is opened now belongs to; None: the master does not answer, or has no space for a
-        canary, so that nothing is known of it. Asks for the canary, opens or renews it."""
+        """The life that a session which is opened now belongs to; None: the pool has no space for a canary, so that
+        nothing is known of the master. Asks for the canary, opens or renews it.
+
+        Raises:
+            StoreUnreachableError: the master does not answer.
+        """
         with self._lock:
             now = self._clock.now()
             if self._ask(now) is Outcome.UNREACHABLE:
-                return None
+                raise StoreUnreachableError("the master did not answer whether it knows our sessions")
             if self._key is None or now >= self._opened + self._renew_s:
                 self._renew(now)
             return None if self._key is None else self._life
@@ -76,9 +81,10 @@ class Canary:
     def _renew(self, now: float) -> None:
         fresh, old = f"{PREFIX}{uuid.uuid4().hex}", self._key
         code = self._client.ask("batch_put_session_start", [fresh], [1])[0]
+        if code in _UNREACHABLE:
+            self._break()
+            raise StoreUnreachableError(f"the master did not answer ({code})")
         if code != OK:
-            if code in _UNREACHABLE:
-                self._break()
             return
         if old is None or self._client.ask("batch_put_session_revoke", [old])[0] != OK:
             self._life += 1

@@ -104,7 +104,10 @@ class MooncakeStore:
         answers = [Outcome.INVALID] * len(keys)
         if not good:
             return answers
-        life = self._canary.life()
+        try:
+            life = self._canary.life()
+        except StoreUnreachableError:
+            return [Outcome.UNREACHABLE] * len(keys)
         replication = () if self._client.replication is None else (self._client.replication,)
         asked = [keys[i] for i in good]
         codes = self._client.ask("batch_put_session_start", asked, [nbytes[i] for i in good], *replication)
@@ -148,7 +151,10 @@ class MooncakeStore:
         """
         nbytes = _paired(keys, sizes)
         self._check_open()
-        life, since = self._canary.life() if keys else None, self._clock.now()
+        try:
+            life, since = self._canary.life() if keys else None, self._clock.now()
+        except StoreUnreachableError:
+            return [Outcome.UNREACHABLE] * len(keys)
         answers = self._outcomes("batch_get_session_start", keys)
         opened = list(dict.fromkeys(key for key, answer in zip(keys, answers, strict=True) if answer is Outcome.OK))
         if not opened:
