@@ -21,7 +21,7 @@ def bench() -> None:
 def bench_mooncake(quick: bool, as_json: bool) -> None:
     """Puts and gets of 64 blocks on a real Mooncake: the engine beside the raw client and memcpy.
 
-    Starts a master on 127.0.0.1, and gives it up to 4 GiB for the time of the run.
+    Starts a master on 127.0.0.1. Needs about 7 GiB of memory for the time of the run, or 2 GiB with --quick.
     """
     from rich.table import Table
 

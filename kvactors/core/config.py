@@ -20,7 +20,8 @@ class EngineConfig:
     """Limits and deadlines of one engine.
 
     Attributes:
-        prefetch_layers: how many layers with loads may be read ahead of the compute; 0 = only on demand.
+        prefetch_layers: how many layers with loads may be read ahead of the compute; 0 = only on demand. With a store for which
+            short ranges are dear, layers are read a little further ahead, in runs.
         max_pending_saves: save tasks (all saves of one layer) that may be unfinished when `checkpoint` returns.
         max_transfer_blocks: most keys in one store call; 0 = as many as the most ranges in a call allow.
         max_transfer_bytes: most bytes in one store call; a bigger range is split; 0 = no limit.

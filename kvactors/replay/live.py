@@ -20,8 +20,6 @@ from kvactors.stores import FaultyStore, LocalMaster, open_store
 LOCAL_CAPACITY = 4 << 30
 """What a master of our own is given if nothing else is said, bytes."""
 
-_SEGMENT_STEP = 16 << 20
-
 
 def run_live(plan: Plan, watchers: Watchers | None = None) -> Outcome:
     """Runs a plan to its end, or until it is interrupted through the watchers' `interrupts`."""
@@ -42,7 +40,7 @@ def _open(plan: Plan, clock: Clock, stack: contextlib.ExitStack) -> Store:
         store = open_store("memory", capacity=options.capacity, clock=clock)
     elif options.local_master:
         master = stack.enter_context(LocalMaster())
-        segment = -(-(options.capacity or LOCAL_CAPACITY) // _SEGMENT_STEP) * _SEGMENT_STEP
+        segment = LOCAL_CAPACITY if options.capacity is None else options.capacity
         store = open_store("mooncake", clock=clock, global_segment_size=segment, **master.options())
     else:
         store = open_store("mooncake", clock=clock)

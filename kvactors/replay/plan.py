@@ -11,6 +11,7 @@ from kvactors.replay.blocks import BlockRules
 from kvactors.replay.hashing import trace_hash_tokens
 from kvactors.replay.trace import TraceSource, TraceSummary, scan_trace
 from kvactors.stores import BACKENDS, FaultPlan
+from kvactors.stores.mooncake.config import LEAST_SEGMENT_BYTES
 
 _MOST_BLOCKS = 1 << 31
 
@@ -108,6 +109,8 @@ def _check_store(options: ReplayOptions) -> None:
             raise ConfigError("--local-master: belongs to the Mooncake store; give --store mooncake too")
     elif options.virtual is not None:
         raise ConfigError("--store mooncake: a real store has no virtual time; use --store memory, or leave --virtual out")
+    elif options.capacity is not None and options.capacity < LEAST_SEGMENT_BYTES:
+        raise ConfigError(f"--capacity {options.capacity}: a Mooncake pool has at least 16 MiB; give more")
     elif options.capacity is not None and not options.local_master:
         raise ConfigError("--capacity: the capacity of a configured pool is its owners'; give --local-master, or leave it out")
 

@@ -110,7 +110,14 @@ class Desk:
         self.ranges = {group: ranges_of(group, self.config) for group in (0, 1)}
 
     def transfers(
-        self, layer: int, rows: Iterable[int] = (0, 1), *, way: tuple[Kind, Priority] = PUT, step: int = 1, group: int = 0
+        self,
+        layer: int,
+        rows: Iterable[int] = (0, 1),
+        *,
+        way: tuple[Kind, Priority] = PUT,
+        step: int = 1,
+        group: int = 0,
+        run: int = -1,
     ) -> list[Transfer]:
         """What a group sends for one layer: one job for each call that its pieces are cut into."""
         kind, priority = way
@@ -129,6 +136,7 @@ class Desk:
                 call=call,
                 object_bytes=self.ranges[group].object_bytes,
                 oldest_s=self.loop.now(),
+                run=run,
             )
             job.settled = lambda _outcomes, job=job: self.settled.append(job)
             jobs.append(job)
@@ -200,6 +208,33 @@ def test_layers_that_wait_go_in_one_call_and_each_is_answered() -> None:
         assert desk.pool.joined_transfers == 3
         [span] = desk.spans.spans
         assert span.args == {"group": 0, "step": 1, "keys": 2, "layer": 0, "layers": 4, "bytes": 160}
+
+    on_a_desk(body)
+
+
+def test_a_demanded_load_takes_the_prefetches_of_its_run_along_and_nothing_else() -> None:
+    def body(desk: Desk) -> None:
+        prefetch = (Kind.GET, Priority.PREFETCH)
+        jobs = [job for layer in (1, 2) for job in desk.transfers(layer, way=prefetch, run=2)]
+        jobs += [job for layer in (3, 4) for job in desk.transfers(layer, way=prefetch, run=4)]
+        desk.pool.submit_together(jobs)
+        other = desk.submit(0, way=(Kind.GET, Priority.DEMANDED), group=1)
+        desk.pool.promote(1, 1)
+        desk.work()
+        assert [layers_of([done]) for done in desk.answered][:1] == [[0]], "what was demanded before it"
+        assert desk.answered[0].job is other[0]
+        assert layers_of(desk.answered) == [0, 1, 2, 3, 4]
+        assert [batch.nbytes_per_key // (2 * ENTRY_BYTES) for _, batch in desk.store.calls] == [1, 2, 2]
+
+    on_a_desk(body)
+
+
+def test_loads_that_demand_nothing_of_a_run_wait_for_no_rider() -> None:
+    def body(desk: Desk) -> None:
+        desk.submit(1, way=(Kind.GET, Priority.DEMANDED))
+        desk.submit(2, way=(Kind.GET, Priority.PREFETCH))
+        desk.work()
+        assert len(desk.store.calls) == 2
 
     on_a_desk(body)
 

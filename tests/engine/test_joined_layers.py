@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
+from kvactors.core.loads import StepLoads
 from kvactors.core.store import RangeBatch
 from kvactors.stores.fault_plan import Fault
 from kvactors.stores.memory import MemoryStore
 from tests.engine.rig import Rig, arrived, full_layout, hashes
-from tests.engine.test_late_answers import until
+from tests.engine.test_late_answers import SOON_S, until
 
 LAYERS = 6
 
@@ -80,6 +82,25 @@ async def test_without_prefetch_every_layer_is_loaded_when_it_is_wanted() -> Non
         await rig.run(request)
         assert rig.loaded_right(request)
         assert store.ranges_got == [2] * LAYERS
+
+
+async def test_a_crash_in_the_middle_of_a_run_answers_every_layer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = StepLoads.start
+
+    def start(self: StepLoads, layer: int, failed: Any) -> Any:
+        if layer == 2:
+            raise RuntimeError("injected by the test")
+        return real(self, layer, failed)
+
+    async with Rig(full_layout(layers=LAYERS), inner=Coarse()) as rig:
+        request = rig.request("r", await stored(rig), load={0: [0, 1, 2]}, first_id=9)
+        monkeypatch.setattr(StepLoads, "start", start)
+        step = rig.engine.begin_step([request])
+        for layer in range(LAYERS):
+            await asyncio.wait_for(step.wait_layer(layer), SOON_S)
+            step.layer_ready(layer)
+        await step.end()
+        assert set(step.failures) == {"r"}
 
 
 async def test_a_load_outside_a_step_has_no_first_layer() -> None:
