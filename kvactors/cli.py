@@ -410,17 +410,21 @@ def store_group() -> None:
 @click.option("--master", metavar="HOST:PORT", help="The pool's master. [default: as in MOONCAKE_CONFIG_PATH's file]")
 def store_flush(namespace: str, master: str | None) -> None:
     """Remove a namespace's objects that nobody reads (those under a lease stay)."""
+    from dataclasses import replace
+
     from kvactors.core.layout import namespace_pattern
-    from kvactors.stores import MooncakeStore
+    from kvactors.stores import MooncakeConfig, MooncakeStore
 
     pattern = namespace_pattern(namespace)
     where: dict[str, Any] = {} if master is None else {"master_server_address": master}
-    store = MooncakeStore(**where, global_segment_size=0)
+    config = replace(MooncakeConfig.from_environment(**where), global_segment_size=0, staging_bytes=0)
+    store = MooncakeStore(config)
     try:
         count = store.remove_matching(pattern)
     finally:
         store.close()
     click.echo(f"{count} object{'s' if count != 1 else ''} of namespace {namespace} removed")
+    click.echo(f"what was looked up or read in the last {config.lease_s:g} s stays; run it again to remove that too", err=True)
 
 
 # -- doctor --------------------------------------------------------------------------------------------------------------

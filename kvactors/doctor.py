@@ -11,7 +11,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,28 +169,32 @@ def mooncake_loopback() -> Finding:
         return Finding(name, MISSING, "needs the client and the master", MOONCAKE_FIX)
     try:
         with LocalMaster() as master:
-            return _round_trip(name, MooncakeStore(**master.options(), global_segment_size=16 << 20), needed=False)
+            return _round_trip(name, MooncakeStore(master.config(global_segment_size=16 << 20)), needed=False)
     except Exception as error:
-        return Finding(name, BROKEN, f"self-test raised {_line(error)}", MOONCAKE_FIX)
+        return Finding(name, BROKEN, f"self-test raised {_line(error)}", "pip install --force-reinstall 'kvactors[mooncake]'")
 
 
 def mooncake_pool() -> Finding:
     """Whether the pool that MOONCAKE_CONFIG_PATH names answers. It is asked, not written to."""
-    from kvactors.stores import MooncakeStore
+    from kvactors.stores import MooncakeConfig, MooncakeStore
     from kvactors.stores.mooncake.config import CONFIG_PATH
 
     name, path = "mooncake pool", os.environ.get(CONFIG_PATH)
     if not path:
         return Finding(name, MISSING, "none is configured; --local-master needs none", f"export {CONFIG_PATH}=mooncake.json")
     try:
-        store = MooncakeStore(global_segment_size=0)
+        config = MooncakeConfig.from_environment()
+        store = MooncakeStore(replace(config, global_segment_size=0, staging_bytes=0))
         try:
             health = store.health()
         finally:
             store.close()
     except Exception as error:
         return Finding(name, BROKEN, _line(error), f"check {path}, and the master it names")
-    return Finding(name, OK if health.ok else BROKEN, health.detail or f"{store.config.master_server_address} answers")
+    if not health.ok:
+        return Finding(name, BROKEN, health.detail, f"check {path}, and the master it names")
+    gives = "" if config.segment_bytes else "; this file gives it no memory, so others must"
+    return Finding(name, OK, f"{config.master_server_address} answers{gives}")
 
 
 def _vllm() -> Finding:

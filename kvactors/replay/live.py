@@ -17,6 +17,9 @@ from kvactors.replay.plan import Plan
 from kvactors.replay.run import Ground, Outcome, Watchers, play_plan
 from kvactors.stores import FaultyStore, LocalMaster, open_store
 
+LEAVE_S = 5.0
+"""How long a run waits for calls under way when it leaves a pool: it is over, and its memory is never used again."""
+
 LOCAL_CAPACITY = 4 << 30
 """What a master of our own is given if nothing else is said, bytes."""
 
@@ -41,9 +44,9 @@ def _open(plan: Plan, clock: Clock, stack: contextlib.ExitStack) -> Store:
     elif options.local_master:
         master = stack.enter_context(LocalMaster())
         segment = LOCAL_CAPACITY if options.capacity is None else options.capacity
-        store = open_store("mooncake", clock=clock, global_segment_size=segment, **master.options())
+        store = open_store("mooncake", clock=clock, config=master.config(global_segment_size=segment, close_deadline_s=LEAVE_S))
     else:
-        store = open_store("mooncake", clock=clock)
+        store = open_store("mooncake", clock=clock, close_deadline_s=LEAVE_S)
     return store if options.faults is None else FaultyStore(store, replace(options.faults, seed=plan.seed))
 
 

@@ -75,6 +75,8 @@ class RangeCall:
 
 def check_shapes(batch: RangeBatch) -> None:
     """StoreError unless the batch's arrays have the shapes and the type that `RangeBatch` names."""
+    if not all(isinstance(a, np.ndarray) for a in (batch.addresses, batch.sizes, batch.offsets)):
+        raise StoreError("addresses, sizes and offsets of a batch must be numpy arrays")
     n, r = len(batch.keys), len(batch.sizes)
     arrays: tuple[npt.NDArray[Any], ...] = (batch.addresses, batch.sizes, batch.offsets)
     if batch.addresses.shape != (n, r) or batch.offsets.shape != (r,) or batch.sizes.shape != (r,):

@@ -8,12 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
-from kvactors.errors import StoreUnreachableError
+from kvactors.errors import ConfigError, StoreError, StoreUnreachableError
 from kvactors.stores import LocalMaster, MooncakeStore
 from kvactors.stores.mooncake import master as masters
+from kvactors.stores.mooncake.config import CONFIG_PATH
 
 STARTS_ONE = """
 import sys
@@ -68,3 +70,29 @@ def test_it_does_not_outlive_the_program_that_started_it(how: signal.Signals) ->
     ended, _, _ = select.select([watch], [], [], 30)
     os.close(watch)
     assert ended
+
+
+def test_a_master_that_runs_is_not_started_again() -> None:
+    with LocalMaster() as master:
+        with pytest.raises(StoreError, match="runs already"):
+            master.start()
+        master.kill()
+        master.start()
+    with pytest.raises(StoreError, match="was closed"):
+        master.start()
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [({"lease_s": float("nan")}, "lease_s"), ({"lease_s": "1"}, "lease_s"), ({"flags": "-v=1"}, "flags")]
+)
+def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        LocalMaster(**options)
+
+
+def test_the_file_of_another_pool_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONFIG_PATH, "/no/such/file.json")
+    with LocalMaster() as master:
+        store = MooncakeStore(master.config())
+        assert store.health().ok
+        store.close()

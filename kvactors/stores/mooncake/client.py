@@ -43,6 +43,9 @@ SESSION_CALLS = (
 
 INSTALL = "pip install 'mooncake-transfer-engine-non-cuda>=0.3.13'"
 
+LEAST_CLOSE_S = 5.0
+"""A healthy client closes in one to two seconds."""
+
 _left_open: list[Any] = []
 """clients whose calls did not return: never destroyed, because such a call may still use them"""
 
@@ -88,6 +91,12 @@ class Placed(NamedTuple):
 
 
 NOWHERE = Placed(-1, frozenset(), frozenset())
+
+
+def clients_left_open() -> int:
+    """How many clients of this process have calls that do not return. With any, end the process by `os._exit`: destroying a
+    client under its calls would crash it."""
+    return len(_left_open)
 
 
 class Client:
@@ -168,26 +177,53 @@ class Client:
     def closed(self) -> bool:
         return self._closed
 
-    def close(self) -> None:
-        """Lets calls under way end, then closes. A client whose calls do not end in time is left open for good: closing it
-        under them would crash the process."""
+    def close(self, wait_s: float | None = None) -> None:
+        """Lets calls under way end, then closes. A client whose calls, or whose close, do not end in time is left open for
+        good: closing it under them would crash the process.
+
+        Args:
+            wait_s: how long to wait for calls, and for the close; None = `close_deadline_s`.
+        """
+        wait_s = self._close_deadline_s if wait_s is None else wait_s
         with self._changed:
             if self._closed:
                 return
             self._closed = True
-            idle = self._changed.wait_for(lambda: not self._under_way, self._close_deadline_s)
+            idle = self._changed.wait_for(lambda: not self._under_way, wait_s)
         native = self._native
+        _left_open.append(native)
         if idle:
-            native.close()
+            closing = threading.Thread(target=native.close, name="kvactors mooncake close", daemon=True)
+            closing.start()
+            closing.join(max(wait_s, LEAST_CLOSE_S))  # one that does not answer takes its time-outs
+            idle = not closing.is_alive()
+        if idle:
+            _left_open.remove(native)
         else:
-            _left_open.append(native)
             log.warning("a Mooncake client is left open: calls on it do not return", calls=self._under_way)
 
 
 def _set_up(module: Any, config: MooncakeConfig) -> Any:
     os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")  # else a missing master is reported after 90 s
     native = module.MooncakeDistributedStore()
-    code = native.setup(
+    try:
+        code = _call_set_up(native, config)
+    except MemoryError as error:
+        raise ConfigError(
+            f"this machine has no memory for local_buffer_size = {config.buffer_bytes} and global_segment_size = "
+            f"{config.segment_bytes}"
+        ) from error
+    if code != 0:
+        raise StoreUnreachableError(
+            f"no Mooncake client could be set up ({code}): is a master running at {config.master_server_address}? If so: does "
+            f"this Mooncake know the protocol {config.protocol}, and has the machine {config.segment_bytes} bytes to give to "
+            f"the pool and {config.buffer_bytes} for a buffer?"
+        )
+    return native
+
+
+def _call_set_up(native: Any, config: MooncakeConfig) -> int:
+    code: int = native.setup(
         {
             "local_hostname": config.local_hostname,
             "metadata_server": config.metadata_server,
@@ -199,12 +235,7 @@ def _set_up(module: Any, config: MooncakeConfig) -> Any:
             "tenant_id": config.tenant_id,
         }
     )
-    if code != 0:
-        raise StoreUnreachableError(
-            f"no Mooncake client could be set up ({code}): is a master running at {config.master_server_address}, and is "
-            f"{config.protocol} there with {config.segment_bytes} bytes to give to the pool?"
-        )
-    return native
+    return code
 
 
 def _replication(module: Any, config: MooncakeConfig) -> Any:

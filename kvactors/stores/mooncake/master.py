@@ -16,8 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvactors.errors import ConfigError, StoreUnreachableError
+from kvactors.core.config import seconds
+from kvactors.errors import ConfigError, StoreError, StoreUnreachableError
 from kvactors.stores.mooncake.client import INSTALL
+from kvactors.stores.mooncake.config import MooncakeConfig
 
 HOST = "127.0.0.1"
 TRIES = 5
@@ -66,6 +68,11 @@ class LocalMaster:
         client_ttl_s: int = 10,
         flags: tuple[str, ...] = (),
     ) -> None:
+        if not seconds(lease_s):
+            raise ConfigError(f"lease_s = {lease_s!r}: must be a number of seconds, more than 0")
+        given: object = flags
+        if not isinstance(given, list | tuple):
+            raise ConfigError(f"flags = {flags!r}: must be a list of texts")
         program = find_master()
         if program is None:
             raise ConfigError(f"there is no mooncake_master here; {INSTALL}")
@@ -84,6 +91,7 @@ class LocalMaster:
         ]
         self._log = tempfile.TemporaryFile(prefix="kvactors-master-")  # noqa: SIM115 (closed with the master)
         self.port = 0
+        self._process: subprocess.Popen[bytes] | None = None
         for attempt in range(TRIES):
             self.port = _free_port()
             try:
@@ -93,6 +101,10 @@ class LocalMaster:
                 if attempt == TRIES - 1:
                     self._log.close()
                     raise
+            except BaseException:  # Ctrl-C while it starts
+                self.kill()
+                self._log.close()
+                raise
 
     @property
     def address(self) -> str:
@@ -101,7 +113,12 @@ class LocalMaster:
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None
         return self._process
+
+    def config(self, **options: Any) -> MooncakeConfig:
+        """How a client finds this master; `options` are further ones. The file of another pool has no say in it."""
+        return MooncakeConfig.from_options({**self.options(), **options})
 
     def options(self) -> dict[str, Any]:
         """The options of a `MooncakeStore` that belong to this master."""
@@ -112,7 +129,13 @@ class LocalMaster:
         }
 
     def start(self) -> None:
-        """Starts the process again on the same port, after `kill`: with nothing in it, as after a crash."""
+        """Starts the process again on the same port, after `kill`: with nothing in it, as after a crash.
+
+        Raises:
+            StoreError: it runs already, or was closed.
+        """
+        if self._log.closed or (self._process is not None and self._process.poll() is None):
+            raise StoreError(f"the master on {self.address} {'was closed' if self._log.closed else 'runs already'}")
         # A session of its own: Ctrl-C in a terminal is for the program that uses the master, which still has to drain.
         command = [*self._command, f"-rpc_port={self.port}", f"-metrics_port={_free_port()}"]
         self._process = subprocess.Popen(
@@ -123,19 +146,20 @@ class LocalMaster:
             preexec_fn=_die_with_parent if threading.current_thread() is threading.main_thread() else None,
         )
         deadline = time.monotonic() + START_S
-        while not _listens(self._process.pid, self.port):
+        while not _listens(self.process.pid, self.port):
             if self._ended_within(_LOOK_S) or time.monotonic() > deadline:
                 self.kill()
                 raise StoreUnreachableError(f"mooncake_master did not start on {self.address}: {self._last_lines()}")
 
     def kill(self) -> None:
         """Ends the process at once, as a crash would."""
-        self._process.kill()
-        self._process.wait()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
     def close(self) -> None:
         """Ends the process; everything in the pool is forgotten. Closing again does nothing."""
-        if self._process.poll() is None:
+        if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             if not self._ended_within(STOP_S):
                 self.kill()
@@ -149,7 +173,7 @@ class LocalMaster:
 
     def _ended_within(self, wait_s: float) -> bool:
         try:
-            self._process.wait(wait_s)
+            self.process.wait(wait_s)
             return True
         except subprocess.TimeoutExpired:
             return False

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 
+from kvactors.errors import ConfigError
 from kvactors.stores.copying import address_of
 
 SLOTS = 4
@@ -22,7 +23,10 @@ class StagingBuffers:
 
     def __init__(self, nbytes: int) -> None:
         self.slot_bytes = nbytes // SLOTS // _PAGE_BYTES * _PAGE_BYTES
-        self._raw = np.empty(self.slot_bytes * SLOTS + _PAGE_BYTES, np.uint8)
+        try:
+            self._raw = np.empty(self.slot_bytes * SLOTS + _PAGE_BYTES, np.uint8)
+        except (MemoryError, ValueError) as error:
+            raise ConfigError(f"staging_bytes = {nbytes}: the machine has no memory for that") from error
         self._raw[:] = 0
         raw = address_of(self._raw)
         self.address = raw + -raw % _PAGE_BYTES

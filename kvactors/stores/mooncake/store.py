@@ -8,6 +8,7 @@ is the engine's, for every store alike.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -243,6 +244,7 @@ class MooncakeStore:
 
         StoreError for a region that overlaps another, is empty or no user memory, or that the client refuses.
         """
+        self._check_open()
         with self._lock:
             regions = self._regions.with_region(address, nbytes)
             code = self._client.tell("register_buffer", int(address), int(nbytes))
@@ -311,9 +313,10 @@ class MooncakeStore:
         """
         with self._moved:
             self._closing = True
-            at_rest = self._moved.wait_for(lambda: not self._moves, self.config.close_deadline_s)
+            stuck = bool(self._leaving)  # `unregister` has waited for the calls already
+            at_rest = self._moved.wait_for(lambda: not self._moves, 0.0 if stuck else self.config.close_deadline_s)
         self._sender.close()
-        self._client.close()
+        self._client.close(None if at_rest else 0.0)
         if not at_rest:
             raise StoreError("closed with range calls that do not return; never free or reuse memory that was registered")
 
@@ -406,7 +409,12 @@ class MooncakeStore:
 
 
 def _paired(keys: Sequence[str], sizes: Sequence[int]) -> list[int]:
-    nbytes = [int(size) for size in sizes]
+    if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
+        raise StoreError(f"keys {keys!r:.100}: must be a list of texts")
+    try:
+        nbytes = [operator.index(size) for size in sizes]
+    except TypeError as error:
+        raise StoreError(f"sizes {sizes!r:.100}: must be whole numbers of bytes") from error
     if len(nbytes) != len(keys):
         raise StoreError(f"{len(keys)} keys but {len(nbytes)} sizes; give one size per key")
     return nbytes

@@ -9,6 +9,8 @@ import pytest
 
 from kvactors.core.store import Outcome, RangeBatch
 from kvactors.errors import StoreError, StoreUnreachableError, UnregisteredMemoryError
+from kvactors.stores.mooncake import client as clients
+from kvactors.stores.mooncake.client import clients_left_open
 from kvactors.stores.mooncake.sender import GET_RANGES, PUT_RANGES
 from kvactors.stores.mooncake.staging import SLOTS
 from tests.stores.contract import Buffer, one_range, ranges
@@ -545,3 +547,34 @@ def test_memory_that_could_not_be_given_up_is_given_up_once_its_calls_have_retur
     bench.store.unregister(bench.buffer.address)
     assert bench.native.memory == set()
     bench.store.register(bench.buffer.address, bench.buffer.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sizes"), [("abc", [1, 1, 1]), ([5], [1]), ([None], [1]), (["k"], [1.5]), (["k"], [None]), (["k"], ["1"])]
+)
+def test_keys_and_sizes_of_another_kind_are_refused(keys: Any, sizes: Any) -> None:
+    bench = Bench()
+    for call in (bench.store.put_open, bench.store.get_open):
+        with pytest.raises(StoreError, match="must be"):
+            call(keys, sizes)
+    assert bench.native.calls == []
+
+
+def test_a_batch_of_lists_is_refused() -> None:
+    bench = Bench()
+    batch: Any = RangeBatch(["k"], [[bench.buffer.address]], [8], [0])  # type: ignore[arg-type]  # that is what is wrong
+    for call in (bench.store.put_ranges, bench.store.get_ranges):
+        with pytest.raises(StoreError, match="numpy arrays"):
+            call(batch)
+
+
+def test_a_client_that_does_not_close_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "LEAST_CLOSE_S", 0.05)
+    bench = Bench(close_deadline_s=0.05)
+    gate = Gate(bench.native, "close")
+    before = clients_left_open()
+    closing = Background(bench.store.close)
+    gate.wait_for(1)
+    closing.result()
+    assert clients_left_open() == before + 1
+    gate.release.set()
