@@ -1,14 +1,16 @@
 """The command line: `kvactors replay`, `simulate`, `layout`, `store`, `bench` and `doctor`.
 
 Exit codes: 0 = all well; 1 = a request failed, a byte was wrong or an invariant broke; 2 = bad usage or input, with one
-line on stderr; 130 = interrupted (after a drain and the partial report).
+line on stderr; 130 = interrupted (after a drain and the partial report); 143 and 129 = the same by SIGTERM and SIGHUP.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -86,7 +88,26 @@ def cli() -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the command line; `kvactors.__main__` is the command's entry point."""
-    cli.main(args=list(args) if args is not None else None, prog_name="kvactors")
+    try:
+        cli.main(args=list(args) if args is not None else None, prog_name="kvactors")
+    except (SystemExit, KeyboardInterrupt) as end:
+        if _native_calls_are_left():
+            _end_here(end.code if isinstance(end, SystemExit) else 130)
+        raise
+
+
+def _native_calls_are_left() -> bool:
+    """Whether a native client may be in use by a call that does not return: its destructor would crash the process."""
+    client = sys.modules.get("kvactors.stores.mooncake.client")
+    leaving = sys.modules.get("kvactors.replay.leaving")
+    return bool((client and client.clients_left_open()) or (leaving and leaving.left_in_a_hurry()))
+
+
+def _end_here(code: Any) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else 1)
 
 
 # -- layouts -------------------------------------------------------------------------------------------------------------
@@ -378,8 +399,6 @@ def _faults(text: str | None) -> Any:
 
 def _check_outputs(inputs: dict[str, str | None], outputs: dict[str, str | None]) -> None:
     """Refuses an output that cannot be written, before the run."""
-    import os
-
     seen = {Path(name).resolve(): what for what, name in inputs.items() if name and Path(name).is_file()}
     for option, name in outputs.items():
         if name is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable
 from typing import BinaryIO
@@ -37,55 +38,54 @@ def run_and_show(
 ) -> int:
     """Runs a plan with progress on stderr, writes the files, prints the summary on stdout; the exit code.
 
-    The files come first, so that they are there whatever becomes of stdout. Ctrl-C while they are written is remembered, and
-    changes the exit code alone.
+    The files come first, so that they are there whatever becomes of stdout, and both come before the store is left, which may
+    take long. A signal meanwhile is remembered, and changes the exit code alone.
     """
     err = plain_console(stderr=True)
     if plan.summary.skipped:
         err.print(f"{plan.summary.skipped} bad trace lines are skipped")
     spans = SpanLog(MOST_SPANS if timeline_file else _PAGE_SPANS) if timeline_file or html_file else None
-    with Interrupts() as interrupts:
-        began = time.monotonic()
-        outcome, lost_log = _run(plan, err, interrupts, spans, event_log_file)
-        elapsed_s = time.monotonic() - began
-        report = outcome.report
-        failed = _write(
-            err,
-            (report_file, report.write),
-            (html_file, lambda path: write_page(path, report, outcome.samples, spans.spans if spans else ())),
-            (timeline_file, lambda path: write_timeline(path, spans) if spans else None),
-        )
-        if lost_log is not None:
-            failed = True
-            _cannot_write(err, event_log_file, lost_log)
-        if timeline_file and spans and spans.dropped:
-            err.print(f"the timeline holds the first {len(spans.spans):,} spans; {spans.dropped:,} more were left out")
-        print_summary(report, plain_console(), plan.rules.boundary_tokens, elapsed_s)
-    if outcome.interrupted or interrupts.count:
-        return 130
-    return 1 if report.broken or failed else 0
-
-
-def _run(
-    plan: Plan, err: Console, interrupts: Interrupts, spans: SpanLog | None, event_log_file: str | None
-) -> tuple[Outcome, OSError | None]:
-    """Runs the plan; also why the event log is not whole."""
+    began, failed = time.monotonic(), False
     virtual = plan.options.virtual is not None
-    with contextlib.ExitStack() as stack:
-        progress = stack.enter_context(progress_for(err, plan.summary.requests, MonotonicClock(), plain=virtual))
+    with Interrupts() as interrupts, contextlib.ExitStack() as running:
+        progress = running.enter_context(progress_for(err, plan.summary.requests, MonotonicClock(), plain=virtual))
+        log = _LogFile(event_log_file)
+        running.callback(log.close)
+
+        def show(outcome: Outcome) -> None:
+            nonlocal failed
+            elapsed_s = time.monotonic() - began
+            running.close()
+            report = outcome.report
+            failed = _write(
+                err,
+                (report_file, report.write),
+                (html_file, lambda path: write_page(path, report, outcome.samples, spans.spans if spans else ())),
+                (timeline_file, lambda path: write_timeline(path, spans) if spans else None),
+            )
+            if log.lost is not None:
+                failed = True
+                _cannot_write(err, event_log_file, log.lost)
+            if timeline_file and spans and spans.dropped:
+                err.print(f"the timeline holds the first {len(spans.spans):,} spans; {spans.dropped:,} more were left out")
+            print_summary(report, plain_console(), plan.rules.boundary_tokens, elapsed_s)
+            sys.stdout.flush()
+
         watchers = Watchers(
             observers=() if spans is None else (spans,),
             on_progress=progress.update,
             on_stopping=lambda: err.print("stopping: draining what is in flight (Ctrl-C again to give up)"),
+            on_outcome=show,
+            on_leaving=lambda: err.print("leaving the store, which takes its time (Ctrl-C to end at once)"),
             interrupts=interrupts,
         )
-        if not virtual:
-            return run_live(plan, watchers), None
-        log = _LogFile(event_log_file)
-        stack.callback(log.close)
-        outcome = run_on_virtual_time(plan, watchers, None if event_log_file is None else log)
-        log.close()
-        return outcome, log.lost
+        if virtual:
+            outcome = run_on_virtual_time(plan, watchers, None if event_log_file is None else log)
+        else:
+            outcome = run_live(plan, watchers)
+    if outcome.interrupted or interrupts.count:
+        return interrupts.exit_code
+    return 1 if outcome.report.broken or failed else 0
 
 
 class _LogFile:

@@ -13,6 +13,7 @@ from kvactors.core.clock import Clock
 from kvactors.core.store import Store
 from kvactors.devices import MonotonicClock
 from kvactors.replay.compute import ThreadCompute
+from kvactors.replay.leaving import left_in_a_hurry
 from kvactors.replay.plan import Plan
 from kvactors.replay.run import Ground, Outcome, Watchers, play_plan
 from kvactors.stores import FaultyStore, LocalMaster, open_store
@@ -43,6 +44,7 @@ def _open(plan: Plan, clock: Clock, stack: contextlib.ExitStack) -> Store:
         store = open_store("memory", capacity=options.capacity, clock=clock)
     elif options.local_master:
         master = stack.enter_context(LocalMaster())
+        stack.callback(lambda: master.kill() if left_in_a_hurry() else None)  # one that is frozen would be waited for
         segment = LOCAL_CAPACITY if options.capacity is None else options.capacity
         store = open_store("mooncake", clock=clock, config=master.config(global_segment_size=segment, close_deadline_s=LEAVE_S))
     else:

@@ -16,10 +16,10 @@ from kvactors.core.observe import Observer, Span
 from kvactors.core.store import Store
 from kvactors.devices import CpuDevices
 from kvactors.engine import Engine
-from kvactors.errors import KVActorsError
 from kvactors.replay.compute import Compute
 from kvactors.replay.harness import Harness, Pace
 from kvactors.replay.interrupts import Interrupts
+from kvactors.replay.leaving import leave, leave_now
 from kvactors.replay.local_pool import LocalPool
 from kvactors.replay.plan import Plan, local_blocks
 from kvactors.replay.report import Report, TracePart, build_report
@@ -29,9 +29,6 @@ from kvactors.stores import FaultyStore
 
 GIVE_UP_S = 5.0
 """How long a run that was given up may take to fall apart."""
-
-_never_freed: list[LocalPool] = []
-"""pools that a store call may still touch"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +54,17 @@ class Watchers:
     Attributes:
         observers: take spans.
         on_progress: called after each step.
-        on_stopping: called at the first Ctrl-C.
-        interrupts: whose Ctrl-C stops the run; None = they raise as usual.
+        on_stopping: called at the first signal.
+        on_outcome: called when the engine is closed, before the store is left: that may take long, or be cut short.
+        on_leaving: called when leaving the store takes longer than a moment.
+        interrupts: whose signals stop the run; None = they do what they usually do.
     """
 
     observers: Sequence[Observer] = ()
     on_progress: Callable[[Tally], None] | None = None
     on_stopping: Callable[[], None] | None = None
+    on_outcome: Callable[[Outcome], None] | None = None
+    on_leaving: Callable[[], None] | None = None
     interrupts: Interrupts | None = None
 
 
@@ -80,12 +81,18 @@ async def play_plan(plan: Plan, ground: Ground, watchers: Watchers) -> Outcome:
     """Plays a plan to its end, or until it is interrupted: the first time the step in hand ends and everything is drained, the
     second time nothing is awaited any more. Either way there is a report."""
     options = plan.options
-    with contextlib.ExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
         stack.callback(ground.compute.close)
         pool = LocalPool(options.layout, local_blocks(plan), options.local_blocks)
-        stack.callback(_release, pool, ground.store)
+        if ground.executor is None:
+            stack.push_async_callback(leave, pool, ground.store, watchers.interrupts, watchers.on_leaving)
+        else:  # no call of simulated workers is under way while the loop's own code runs
+            stack.callback(leave_now, pool, ground.store)
         pool.register(ground.store)
-        return await _play_on(plan, ground, watchers, pool)
+        outcome = await _play_on(plan, ground, watchers, pool)
+        if watchers.on_outcome is not None:
+            watchers.on_outcome(outcome)
+        return outcome
 
 
 async def _play_on(plan: Plan, ground: Ground, watchers: Watchers, pool: LocalPool) -> Outcome:
@@ -178,19 +185,6 @@ def _text(path: str) -> str:
     return path.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def _release(pool: LocalPool, store: Store) -> None:
-    """Waits until no call uses the pool's memory any more; frozen calls are let go first."""
-    if isinstance(store, FaultyStore):
-        for gate in store.gates:
-            store.release(gate)
-    for leave in (partial(pool.unregister, store), store.close):
-        try:
-            leave()
-        except KVActorsError:
-            # A store that was killed by a fault plan answers like that, and one whose calls do not return.
-            _never_freed.append(pool)
-
-
 async def _sleep(stopping: asyncio.Event, wait_s: float) -> None:
     if wait_s <= 0:
         await asyncio.sleep(0)
@@ -215,7 +209,7 @@ class _All:
 
 
 class _passing_on:
-    """While it is entered, SIGINTs reach the loop that is running."""
+    """While it is entered, signals reach the loop that is running."""
 
     def __init__(self, interrupts: Interrupts | None, act: Callable[[int], None]) -> None:
         loop = asyncio.get_running_loop()

@@ -49,10 +49,15 @@ def run_on_virtual_time(plan: Plan, watchers: Watchers | None = None, event_log:
     watchers = watchers or Watchers()
     log = EventLog(event_log)
     loop = VirtualLoop(random.Random(f"{plan.seed}/schedule"), most_events=math.inf, most_s=math.inf)
-    watchers = replace(watchers, observers=[log, *watchers.observers])
-    outcome = run_virtual(_replay(plan, plan.options.virtual, loop, watchers), loop)
-    outcome.report.event_log_sha256 = log.digest
-    return outcome
+    on_outcome = watchers.on_outcome
+
+    def logged(outcome: Outcome) -> None:
+        outcome.report.event_log_sha256 = log.digest
+        if on_outcome is not None:
+            on_outcome(outcome)
+
+    watchers = replace(watchers, observers=[log, *watchers.observers], on_outcome=logged)
+    return run_virtual(_replay(plan, plan.options.virtual, loop, watchers), loop)
 
 
 async def _replay(plan: Plan, virtual: VirtualOptions, loop: VirtualLoop, watchers: Watchers) -> Outcome:
