@@ -85,6 +85,7 @@ class Harness:
         self._player = StepPlayer(engine, pool, rules, compute, clock, self.tally, observer, settle=self.pace.concurrency == 1)
         self._next: Prompt | None = None
         self._start_s = 0.0
+        self._circuit_open = False
 
     @property
     def scheduler(self) -> Scheduler:
@@ -98,6 +99,7 @@ class Harness:
         """Notes that the play was broken off: what was under way was not awaited, so sessions may be open."""
         self.stopped = True
         self.wall_s = self._clock.now() - self._start_s
+        self._look_for_outage()
         self.tally.event("given up: what was under way was not awaited")
         self._sample()
 
@@ -115,10 +117,15 @@ class Harness:
         try:
             await self._engine.drain()
         except DrainTimeout as error:
-            self._broke(str(error))
+            self._look_for_outage()
+            if self._store_failed():
+                self.tally.event(f"the store did not answer: {error}")
+            else:
+                self._broke(str(error))
         except KVActorsError as error:
             self._broke(f"drain: {error}")
         self.wall_s = self._clock.now() - self._start_s
+        self._look_for_outage()
         self._check_end()
         self._sample()
 
@@ -135,6 +142,7 @@ class Harness:
                 continue
             batch = list(scheduler.running)
             result = await self._player.play(batch)
+            self._look_for_outage()
             for prompt in batch:
                 if prompt.id in result.problems:
                     await self._leave(prompt, failed=f"the engine left it out: {result.problems[prompt.id]}")
@@ -274,6 +282,16 @@ class Harness:
                 tally.load_failed,
             )
         )
+
+    def _look_for_outage(self) -> None:
+        """Counts an outage of the store once, however long it lasts."""
+        open_before, self._circuit_open = self._circuit_open, self._engine.stats().circuit != "closed"
+        if self._circuit_open and not open_before:
+            self.tally.outages += 1
+
+    def _store_failed(self) -> bool:
+        """Whether the store was unreachable, or calls on it did not return: what is left then is no fault of the engine's."""
+        return bool(self.tally.outages or self._engine.stats().lost_workers)
 
     def _check_end(self) -> None:
         """What must hold once a run has ended; the engine checks its own invariants."""

@@ -8,6 +8,7 @@ import msgspec
 
 from kvactors.core.layout import KVLayout
 from kvactors.core.stats import EngineStats
+from kvactors.replay.store_events import store_events
 from kvactors.replay.tally import Tally
 
 SCHEMA = 1
@@ -55,6 +56,7 @@ class BlocksPart(msgspec.Struct, kw_only=True):
     saved: int
     loaded: int
     skipped_existing: int
+    skipped_no_space: int = 0
 
 
 class BytesPart(msgspec.Struct, kw_only=True):
@@ -159,7 +161,7 @@ def build_report(
     """Joins the harness's counts with the engine's."""
     s = stats.sessions
     groups = stats.groups
-    events = list(tally.events)
+    events = [*store_events(stats, tally.outages), *tally.events]
     if tally.events_dropped:
         events.append(f"… and {tally.events_dropped} more")
     blocks: dict[str, BlocksPart] = {}
@@ -171,6 +173,7 @@ def build_report(
             saved=counted.saved if counted else 0,
             loaded=counted.loaded if counted else 0,
             skipped_existing=counted.skipped_existing if counted else 0,
+            skipped_no_space=counted.skipped_no_space if counted else 0,
         )
     return Report(
         trace=trace,

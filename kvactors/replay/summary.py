@@ -51,6 +51,9 @@ def print_summary(report: Report, console: Console, shortest_hit_tokens: int, el
         si_bytes(report.bytes.loaded),
         f"{si_bytes(report.bytes.verified)} compared, {report.bytes.mismatched:,} bytes wrong",
     )
+    no_space = blocks_without_space(report)
+    if no_space:
+        table.add_row("no space", f"{no_space:,} blocks", "computed, and not saved")
     s = report.sessions
     table.add_row(
         "put sessions",
@@ -92,6 +95,11 @@ def print_summary(report: Report, console: Console, shortest_hit_tokens: int, el
         console.print("Interrupted: the numbers are those of what ran.")
 
 
+def blocks_without_space(report: Report) -> int:
+    """Blocks of all groups that were not saved because the store was full."""
+    return sum(b.skipped_no_space for b in report.blocks.values())
+
+
 def why_no_hits(report: Report, shortest_hit_tokens: int) -> str:
     """The likeliest reason why no token was served from the store, from the counts."""
     asked = sum(b.looked_up for b in report.blocks.values())
@@ -102,6 +110,13 @@ def why_no_hits(report: Report, shortest_hit_tokens: int) -> str:
         return f"loads failed for {report.failures.load_failed} requests"
     if report.sessions.put_abandoned or report.sessions.put_poisoned:
         return f"the store was lost; {saved:,} objects had been saved by then"
+    if not saved and blocks_without_space(report):
+        if report.store == "mooncake":
+            return (
+                "no block found space; most likely nobody gives memory to the pool "
+                "(global_segment_size is 0 in the configuration of every client)"
+            )
+        return "no block found space: the store has too little capacity"
     if not saved:
         return "nothing was saved (too little capacity, or retention keeps nothing)"
     if report.requests.completed == 1:

@@ -32,7 +32,10 @@ class GroupTally:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of the harness itself; what sessions and transfers did is the engine's to count."""
+    """Counts of the harness itself; what sessions and transfers did is the engine's to count.
+
+    `outages`: how many times the store was found unreachable after a step or at the end.
+    """
 
     groups: dict[int, GroupTally]
     requests: int = 0
@@ -46,6 +49,7 @@ class Tally:
     load_failed: int = 0
     recomputed_tokens: int = 0
     steps: int = 0
+    outages: int = 0
     compute_s: float = 0.0
     exposed_load_s: float = 0.0
     exposed_save_s: float = 0.0

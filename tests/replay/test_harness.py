@@ -9,7 +9,7 @@ import json
 import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from kvactors.core.steps import ReleaseReason
 from kvactors.core.store import Outcome, RangeBatch
 from kvactors.devices import CpuDevices, ManualClock, MonotonicClock
 from kvactors.engine import Engine
-from kvactors.errors import StoreError, StoreUnreachableError
+from kvactors.errors import DrainTimeout, StoreError, StoreUnreachableError
 from kvactors.layouts import FAMILIES, scale
 from kvactors.replay import live
 from kvactors.replay.blocks import BlockRules
@@ -365,6 +365,35 @@ async def test_a_put_session_that_ended_in_no_way_is_a_violation() -> None:
     played.harness._engine = SimpleNamespace(stats=lambda: stats)
     played.harness._check_end()
     assert played.harness.violations == ["9 put sessions were opened, 3 ended (I2)"]
+
+
+DRAIN_TIMED_OUT = DrainTimeout(["put session of r1"])
+
+
+@pytest.mark.parametrize(
+    ("change", "blames_the_engine"), [({}, True), ({"circuit": "open"}, False), ({"lost_workers": 1}, False)]
+)
+async def test_a_drain_that_times_out_is_a_violation_only_where_the_store_answered(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], blames_the_engine: bool
+) -> None:
+    stats = Engine.stats
+
+    async def drain(_: Engine) -> None:
+        monkeypatch.setattr(Engine, "stats", lambda engine: replace(stats(engine), **change))
+        raise DRAIN_TIMED_OUT
+
+    monkeypatch.setattr(Engine, "drain", drain)
+    played = await play(rows_of((20, [7])), full(), open_store("memory"))
+    told = str(DRAIN_TIMED_OUT)
+    assert played.harness.violations == ([told] if blames_the_engine else [])
+    assert played.tally.events == ([] if blames_the_engine else [f"the store did not answer: {told}"])
+
+
+async def test_an_outage_is_counted_once_however_long_it_lasts() -> None:
+    unreachable = Fault(what="kill", call="put_open", nth=2, calls=40)  # then it is back
+    played = await play(chats(2, requests=50), full(), FaultyStore(open_store("memory"), FaultPlan((unreachable,))))
+    assert played.tally.outages == 1
+    assert played.harness.violations == []
 
 
 class FlipsAByte(MemoryStore):

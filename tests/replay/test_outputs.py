@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
+
+from rich.console import Console
 
 from kvactors.core.observe import Span
 from kvactors.core.stats import EngineStats, GroupStats, SessionStats
 from kvactors.layouts import FAMILIES
 from kvactors.replay.html import render_page
 from kvactors.replay.report import Report, TracePart, build_report
-from kvactors.replay.summary import why_no_hits
+from kvactors.replay.store_events import store_events
+from kvactors.replay.summary import print_summary, why_no_hits
 from kvactors.replay.tally import MOST_EVENTS, MOST_SAMPLES, Sample, Tally
 from kvactors.replay.timeline import SpanLog, busiest_step, trace_events
 
@@ -39,14 +43,21 @@ NAMES = {
 }
 
 
-def report(path: str = "t.jsonl", violations: tuple[str, ...] = (), **counts: int) -> Report:
-    tally = Tally.of([0, 1, 2])
+def report(
+    path: str = "t.jsonl",
+    violations: tuple[str, ...] = (),
+    tally: Tally | None = None,
+    stats: EngineStats | None = None,
+    **counts: int,
+) -> Report:
+    tally = tally or Tally.of([0, 1, 2])
     tally.requests = tally.completed = 2
     tally.input_tokens = 2000
-    tally.event("<b>r1</b> failed & left")
+    if not tally.events:
+        tally.event("<b>r1</b> failed & left")
     for name, value in counts.items():
         setattr(tally, name, value)
-    stats = EngineStats(groups={0: GroupStats(saved=3, bytes_saved=48)}, sessions=SessionStats(put_opened=3, put_committed=3))
+    saved = EngineStats(groups={0: GroupStats(saved=3, bytes_saved=48)}, sessions=SessionStats(put_opened=3, put_committed=3))
     return build_report(
         trace=TracePart(path=path, requests=2),
         layout=FAMILIES["seed-example"].build(),
@@ -56,7 +67,7 @@ def report(path: str = "t.jsonl", violations: tuple[str, ...] = (), **counts: in
         clock="live",
         seed=0,
         tally=tally,
-        stats=stats,
+        stats=stats or saved,
         violations=list(violations),
         checked=7,
         wall_s=1.5,
@@ -74,7 +85,7 @@ def test_stable_names() -> None:
     for part, names in NAMES.items():
         assert names <= set(data[part]), part
     assert set(data["blocks"]) == {"0", "1", "2"}
-    assert set(data["blocks"]["0"]) == {"looked_up", "hit", "saved", "loaded", "skipped_existing"}
+    assert set(data["blocks"]["0"]) == {"looked_up", "hit", "saved", "loaded", "skipped_existing", "skipped_no_space"}
 
 
 def test_what_makes_a_run_broken() -> None:
@@ -182,3 +193,44 @@ def test_why_no_hits() -> None:
     assert "share a prefix" in why_no_hits(tally_report, 1024)
     tally_report.blocks["0"].saved = 0
     assert "nothing was saved" in why_no_hits(tally_report, 1024)
+
+
+def test_a_lost_store_is_one_event_with_counts() -> None:
+    lost = EngineStats(sessions=SessionStats(put_opened=900, put_abandoned=700), lost_workers=2, circuit="open")
+    assert store_events(lost, 1) == [
+        "the store was lost (outages: 1, calls that did not return in time: 2, put sessions abandoned: 700); "
+        "it could not be reached at the end either"
+    ]
+    assert store_events(EngineStats(), 3) == ["the store was lost (outages: 3)"]
+    assert store_events(EngineStats(), 0) == []
+
+
+def test_blocks_without_space_are_an_event_and_a_row() -> None:
+    full = EngineStats(groups={0: GroupStats(skipped_no_space=3), 1: GroupStats(skipped_no_space=1004, paused_no_space=1000)})
+    assert store_events(full, 0) == [
+        "the store had no space for 1,007 blocks, 1,000 of them without asking because it stayed full"
+    ]
+    found = report()
+    found.blocks["1"].skipped_no_space = 1007
+    shown = io.StringIO()
+    print_summary(found, Console(file=shown, width=120), 1024)
+    assert re.search(r"no space .* 1,007 blocks", shown.getvalue())
+
+
+def test_why_nothing_was_saved_for_want_of_space() -> None:
+    found = report()
+    found.blocks["0"].looked_up, found.blocks["0"].saved, found.blocks["0"].skipped_no_space = 4, 0, 9
+    assert "too little capacity" in why_no_hits(found, 1024)
+    found.store = "mooncake"
+    assert "nobody gives memory to the pool (global_segment_size is 0" in why_no_hits(found, 1024)
+    found.blocks["0"].saved = 1
+    assert "global_segment_size" not in why_no_hits(found, 1024)
+
+
+def test_what_the_store_did_comes_before_all_other_events() -> None:
+    tally = Tally.of([0, 1, 2])
+    for i in range(MOST_EVENTS + 5):
+        tally.event(str(i))
+    events = report(tally=tally, stats=EngineStats(sessions=SessionStats(put_opened=2, put_abandoned=2))).events
+    assert events[0] == "the store was lost (put sessions abandoned: 2)"
+    assert events[1:3] == ["0", "1"]
