@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from kvactors.errors import ConfigError, StoreError, StoreUnreachableError
 from kvactors.log import get_logger
+from kvactors.stores.mooncake.codes import RPC_TIMEOUT
 from kvactors.stores.mooncake.config import MooncakeConfig
 
 log = get_logger("kvactors.mooncake")
@@ -30,6 +31,9 @@ LIBRARIES = {
     "nl-route-3": "libnl-route-3-200",
 }
 """Shared libraries that the client loads, and the Debian packages that have them."""
+
+PROBE_KEY = "kvactors-probe"
+"""A key that nobody writes; asking for it takes the master and nothing else."""
 
 SESSION_CALLS = (
     "batch_put_session_start",
@@ -193,14 +197,21 @@ class Client:
         native = self._native
         _left_open.append(native)
         if idle:
-            closing = threading.Thread(target=native.close, name="kvactors mooncake close", daemon=True)
-            closing.start()
-            closing.join(max(wait_s, LEAST_CLOSE_S))  # one that does not answer takes its time-outs
-            idle = not closing.is_alive()
+            closed = threading.Event()
+            threading.Thread(target=_close, args=(native, closed), name="kvactors mooncake close", daemon=True).start()
+            idle = closed.wait(max(wait_s, LEAST_CLOSE_S))
         if idle:
             _left_open.remove(native)
         else:
             log.warning("a Mooncake client is left open: calls on it do not return", calls=self._under_way)
+
+
+def _close(native: Any, closed: threading.Event) -> None:
+    """Closes a client if its master answers, or is gone. The native close holds the interpreter's lock until the master
+    answered it, a minute and more where that is frozen; so it is asked first by a call that does not."""
+    if native.batch_is_exist([PROBE_KEY])[0] != RPC_TIMEOUT:
+        native.close()
+        closed.set()
 
 
 def _set_up(module: Any, config: MooncakeConfig) -> Any:

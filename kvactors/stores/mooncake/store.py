@@ -21,7 +21,7 @@ from kvactors.core.store import Health, Outcome, RangeBatch
 from kvactors.errors import ConfigError, StoreError, StoreUnreachableError
 from kvactors.log import get_logger
 from kvactors.stores.mooncake.canary import Canary
-from kvactors.stores.mooncake.client import NOWHERE, Client
+from kvactors.stores.mooncake.client import NOWHERE, PROBE_KEY, Client
 from kvactors.stores.mooncake.codes import RPC_FAIL, RPC_TIMEOUT, outcome_of
 from kvactors.stores.mooncake.config import MooncakeConfig
 from kvactors.stores.mooncake.host_memory import host_memory
@@ -33,9 +33,6 @@ from kvactors.stores.ranges import check_shapes
 from kvactors.stores.regions import Regions
 
 log = get_logger("kvactors.mooncake")
-
-PROBE_KEY = "kvactors-probe"
-"""A key that nobody writes; asking for it takes the master and nothing else."""
 
 Act = Callable[[RangeBatch, list[Outcome], list[int], Regions | None], None]
 

@@ -180,7 +180,7 @@ def test_close_closes_the_native_client_once() -> None:
     client = Client(CONFIG, native)
     client.close()
     client.close()
-    assert native.calls == [("close", ())]
+    assert native.made("close") == [()]
     assert client.closed
 
 

@@ -578,3 +578,20 @@ def test_a_client_that_does_not_close_is_left_open(monkeypatch: pytest.MonkeyPat
     closing.result()
     assert clients_left_open() == before + 1
     gate.release.set()
+
+
+def test_a_client_of_a_frozen_master_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "LEAST_CLOSE_S", 0.05)
+    bench = Bench(close_deadline_s=0.05)
+    bench.native.answers["batch_is_exist"].append([-901])
+    before = clients_left_open()
+    bench.store.close()
+    assert bench.native.made("close") == []
+    assert clients_left_open() == before + 1
+
+
+def test_a_client_of_a_dead_master_is_closed() -> None:
+    bench = Bench()
+    bench.native.answers["batch_is_exist"].append([-900])
+    bench.store.close()
+    assert bench.native.made("close") == [()]
