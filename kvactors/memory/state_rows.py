@@ -6,7 +6,9 @@ on non-contiguous KV caches, section 5:
 
 * a row whose flag in `has_initial_state` is False is zeros, and its index means nothing: it may be -1, or a page full of NaN.
 * a gather may repeat an index. A scatter may not: which of two rows would win is not defined on a device.
+* no rows asked for is nothing done, but a state without pages or without elements is an error whatever is asked for.
 * everything is checked before the first byte is written.
+* gradients are not followed: tensors that require one are read and written as if they did not.
 
 How the bytes move was measured (2 cores, torch 2.13, numpy 2.3, 64 MiB in random rows; parts of the rate of one memcpy of as
 many bytes):
@@ -30,6 +32,7 @@ torch's own index operations elsewhere; neither is verified on hardware.
 from __future__ import annotations
 
 from math import prod
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -64,7 +67,7 @@ def gather_state_rows(
         (n, *row), dense.
 
     Raises:
-        StateError: shapes, types or devices do not fit, pages overlap, the state is empty while rows are asked for, or an
+        StateError: shapes, types or devices do not fit, pages overlap, the state is empty (whatever is asked for), or an
             index of a row that is read is outside 0 … pages-1. `out` is unchanged.
     """
     matrix = _pages_of(state)
@@ -76,7 +79,6 @@ def gather_state_rows(
     shape = (indices.numel(), *state.shape[1:])
     if out is not None:
         _check_out(state, out, shape, dtype)
-    _check_not_empty(state, indices)
     read = indices if has_initial_state is None else torch.where(has_initial_state, indices, 0)
     if check_range:
         _check_range(state, read)
@@ -84,10 +86,10 @@ def gather_state_rows(
     if result.numel() == 0:
         return result
     rows = result if dtype == state.dtype else torch.empty(shape, dtype=state.dtype, device=state.device)
-    dense = rows.view(len(read), -1)
+    dense = rows.detach().view(len(read), -1)
     moves_for(state.device).gather(dense, matrix, read, has_initial_state)
     if rows is not result:
-        result.copy_(rows)
+        result.detach().copy_(rows)
     return result
 
 
@@ -120,7 +122,6 @@ def scatter_state_rows_(state: Tensor, indices: Tensor, rows: Tensor, *, check_r
     if rows.device != state.device:
         raise StateError(f"rows on {rows.device}, state on {state.device}: must be the same device")
     _check_cast(rows.dtype, state.dtype)
-    _check_not_empty(state, indices)
     if check_range:
         _check_range(state, indices, repeats=False)
     if rows.numel() == 0:
@@ -134,13 +135,27 @@ def scatter_state_rows_(state: Tensor, indices: Tensor, rows: Tensor, *, check_r
     return state
 
 
-def clear_state_rows_(state: Tensor, indices: Tensor | None, has_initial_state: Tensor, *, check_range: bool = True) -> Tensor:
+@overload
+def clear_state_rows_(state: Tensor, has_initial_state: Tensor, *, check_range: bool = True) -> Tensor: ...
+
+
+@overload
+def clear_state_rows_(
+    state: Tensor, indices: Tensor | None, has_initial_state: Tensor, *, check_range: bool = True
+) -> Tensor: ...
+
+
+def clear_state_rows_(
+    state: Tensor, indices: Tensor | None = None, has_initial_state: Tensor | None = None, *, check_range: bool = True
+) -> Tensor:
     """Write zeros in place over state[indices[i]] where has_initial_state[i] is False; all other bytes stay.
+
+    `clear_state_rows_(state, has_initial_state)` is the form for rows already gathered: flag i speaks of row i.
 
     Args:
         state: (pages, *row); only its first dimension may be padded.
-        indices: (n,), int32 or int64, on the state's device; None = flag i speaks of page i, as for rows already gathered.
-            Where a flag is True the index means nothing.
+        indices: (n,), int32 or int64, on the state's device; left out or None = flag i speaks of page i. Where a flag is True
+            the index means nothing.
         has_initial_state: (n,) of bool, on the same device.
         check_range: as in `gather_state_rows`.
 
@@ -151,12 +166,15 @@ def clear_state_rows_(state: Tensor, indices: Tensor | None, has_initial_state: 
         StateError: as `gather_state_rows`. The state is unchanged.
     """
     matrix = _pages_of(state)
+    if has_initial_state is None:
+        indices, has_initial_state = None, indices
+    if has_initial_state is None:
+        raise StateError("has_initial_state is missing: one bool for each row")
     if indices is None:
         indices = torch.arange(len(state), device=state.device)
         check_range = False
     _check_indices(state, indices)
     _check_flags(indices, has_initial_state)
-    _check_not_empty(state, indices)
     if check_range:
         _check_range(state, torch.where(has_initial_state, 0, indices))
     if indices.numel():
@@ -188,7 +206,9 @@ def _pages_of(state: Tensor) -> Tensor:
     """The state as (pages, elements of a row), on the same memory, the padding left out by the stride."""
     if state.layout != torch.strided or state.dim() < 1:
         raise StateError(f"a state must be a strided tensor of one dimension or more, not {state.layout} of {state.dim()}")
-    if state.numel() and not _dense_inside(state):
+    if not state.numel():
+        raise StateError(f"{_named(state)} is empty: it must have a page, and rows of an element or more")
+    if not _dense_inside(state):
         raise StateError(f"{_named(state)}: only the first dimension may be padded, all others must be dense")
     row = prod(state.shape[1:])
     if len(state) > 1 and state.stride(0) < row:
@@ -208,11 +228,11 @@ def _check_indices(state: Tensor, indices: Tensor) -> None:
 def _check_flags(indices: Tensor, flags: Tensor) -> None:
     if flags.shape != indices.shape or flags.dtype != torch.bool:
         raise StateError(
-            f"has_initial_state of shape {tuple(flags.shape)} and {flags.dtype} for {len(indices)} indices: "
-            "must be one bool for each index"
+            f"has_initial_state of shape {tuple(flags.shape)} and {flags.dtype} for {len(indices)} rows: "
+            "must be one bool for each"
         )
     if flags.device != indices.device:
-        raise StateError(f"has_initial_state on {flags.device}, indices on {indices.device}: must be the same device")
+        raise StateError(f"has_initial_state on {flags.device}, the rows' on {indices.device}: must be the same device")
 
 
 def _check_cast(source: torch.dtype, target: torch.dtype) -> None:
@@ -228,11 +248,6 @@ def _check_out(state: Tensor, out: Tensor, shape: tuple[int, ...], dtype: torch.
         )
     if out.numel() and out.untyped_storage().data_ptr() == state.untyped_storage().data_ptr():
         raise StateError("out shares its memory with the state: give a tensor of its own")
-
-
-def _check_not_empty(state: Tensor, indices: Tensor) -> None:
-    if indices.numel() and not state.numel():
-        raise StateError(f"{_named(state)} is empty, and {len(indices)} rows were asked for")
 
 
 def _check_range(state: Tensor, indices: Tensor, *, repeats: bool = True) -> None:
