@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvactors.errors import LayoutError
-from kvactors.memory.strided import pages, payload_bytes, raw_bytes, strided
+from kvactors.memory.strided import pages, payload_bytes, raw_bytes, strided, whole_blocks
 
 
 class KVOrder(StrEnum):
@@ -30,7 +30,7 @@ class KVOrder(StrEnum):
 def attention_views(
     raw: Tensor | Sequence[Tensor],
     *,
-    blocks: int,
+    blocks: int | None = None,
     block_tokens: int,
     kv_heads: int,
     head_dim: int,
@@ -43,8 +43,8 @@ def attention_views(
     """K and V of one layer over its raw memory, without a copy.
 
     Args:
-        raw: one allocation for both, or one each for K and V; one dense dimension, any type.
-        blocks: how many.
+        raw: one allocation for both, or one each for K and V; dense, any shape and type.
+        blocks: how many; None = as many as the memory has pages.
         block_tokens: tokens of a block.
         kv_heads, head_dim, head_dim_v: inner sizes; V's head is as large as K's unless said.
         page_bytes: physical bytes of a block (of a lane, where lanes are apart); None = the payload.
@@ -76,6 +76,11 @@ def attention_views(
         lanes = [(raw, i * payloads[0], _known(page_bytes, sum(payloads))) for i in range(2)]
         if (both := sum(payloads)) > lanes[0][2]:
             raise LayoutError(f"attention: {both} bytes of K and V in a page of {lanes[0][2]}; give pages of at least {both}")
+    if blocks is None:
+        counts = [_whole(memory, page, lanes[1][1] if order is KVOrder.LANES_FIRST else 0) for memory, _, page in lanes]
+        if counts[0] != counts[1]:
+            raise LayoutError(f"attention: memory for {counts[0]} blocks of K and {counts[1]} of V; give the number of blocks")
+        blocks = counts[0]
     views: list[Tensor] = []
     for name, shape, (memory, offset, page) in zip("KV", shapes, lanes, strict=True):
         views.append(lane_view(memory, dtype, blocks, shape, page, offset, name, kernel_tokens))
@@ -113,7 +118,7 @@ def lane_view(
 def combined_attention_view(
     raw: Tensor,
     *,
-    blocks: int,
+    blocks: int | None = None,
     block_tokens: int,
     kv_heads: int,
     head_dim: int,
@@ -137,6 +142,8 @@ def combined_attention_view(
         page, lane, least = _known(page_bytes, 2 * payload), payload, 2 * payload
     else:
         page, lane, least = _known(page_bytes, payload), _half(raw, "combined K/V"), payload
+    if blocks is None:
+        blocks = _whole(raw, page, lane if order is KVOrder.LANES_FIRST else 0)
     if page < least:
         raise LayoutError(f"combined K/V: {least} bytes of payload in a page of {page}; give pages of at least {least}")
     if order is KVOrder.LANES_FIRST and (blocks - 1) * page + payload > lane:
@@ -149,16 +156,18 @@ def combined_attention_view(
 def contiguous_attention_views(
     raw: Tensor,
     *,
-    blocks: int,
+    blocks: int | None = None,
     block_tokens: int,
     kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
     head_dim_v: int | None = None,
+    page_bytes: int | None = None,
     lead_bytes: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The compatible layout with padding in regions of its own: [lead of all blocks][K of all blocks][V of all blocks].
 
+    `page_bytes`: bytes of memory a block has, padding included, and so how many blocks there are unless `blocks` says it.
     `lead_bytes`: bytes a block that the state layers which share the memory use in front (their convolution state).
 
     Raises:
@@ -167,6 +176,12 @@ def contiguous_attention_views(
     k_shape = (kv_heads, block_tokens, head_dim)
     v_shape = (kv_heads, block_tokens, head_dim if head_dim_v is None else head_dim_v)
     k_bytes, v_bytes = payload_bytes(k_shape, dtype), payload_bytes(v_shape, dtype)
+    payload = lead_bytes + k_bytes + v_bytes
+    page = _known(page_bytes, payload)
+    if payload > page:
+        raise LayoutError(f"attention: {payload} bytes of payload in a page of {page}; give pages of at least {payload}")
+    if blocks is None:
+        blocks = whole_blocks(raw, page, "attention")
     k = pages(raw, dtype, blocks, k_shape, k_bytes, blocks * lead_bytes, "K")
     v = pages(raw, dtype, blocks, v_shape, v_bytes, blocks * (lead_bytes + k_bytes), "V")
     return k, v
@@ -205,6 +220,17 @@ def _half(raw: Tensor, what: str) -> int:
     if nbytes % 2:
         raise LayoutError(f"{what}: {nbytes} bytes of memory have no two halves; give an even number")
     return nbytes // 2
+
+
+def _whole(raw: Tensor, page_bytes: int, half: int) -> int:
+    """Blocks of an allocation, or of its half where lanes are halves."""
+    nbytes = half or raw_bytes(raw)
+    if page_bytes < 1 or nbytes % page_bytes or not nbytes:
+        what = "a lane" if half else "memory"
+        raise LayoutError(
+            f"attention: {nbytes} bytes of {what} are no whole number of pages of {page_bytes} bytes; give the number of blocks"
+        )
+    return nbytes // page_bytes
 
 
 def _known(page_bytes: int | None, otherwise: int) -> int:

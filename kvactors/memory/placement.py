@@ -54,8 +54,8 @@ def allocate_kv_cache(config: Any, device: torch.device | str = "cpu") -> Raw | 
 
 
 def cache_views(
-    config: Any,
-    raw: Raw | Mapping[str, Raw],
+    kv_cache_config: Any,
+    raw_tensors: Raw | Mapping[str, Raw],
     *,
     layout: str | None = None,
     kernel_block_sizes: Sequence[int] | None = None,
@@ -65,8 +65,8 @@ def cache_views(
     """Layer name -> its view, or views, over raw memory.
 
     Args:
-        config: a `KVCacheConfig` of vLLM or of vLLM-Ascend.
-        raw: what `allocate_kv_cache` made, or what a runner allocated: one buffer, or tensors (and K/V tuples) by layer.
+        kv_cache_config: a `KVCacheConfig` of vLLM or of vLLM-Ascend.
+        raw_tensors: what `allocate_kv_cache` made, or what a runner did: one buffer, or tensors (and K/V tuples) by layer.
         layout: order of the axes in a buffer, such as "LBHNC"; None = the configuration's own.
         kernel_block_sizes: tokens of a kernel block, by group; None = blocks are not split.
         contiguous: the compatible layout with dense states and padding in regions of its own (raw tensors by layer only).
@@ -76,17 +76,17 @@ def cache_views(
     Raises:
         LayoutError: a specification or a placement that has no views; it names layer or group.
     """
-    tensors = _tensors(config)
-    if isinstance(raw, Tensor):
+    tensors = _tensors(kv_cache_config)
+    if isinstance(raw_tensors, Tensor):
         if not _is_placed(tensors):
             raise LayoutError("the configuration says nothing of places in one buffer; give raw tensors by layer")
         if contiguous or token_major:
             what = "the contiguous layout" if contiguous else "the order of tokens and heads"
             raise LayoutError(f"{what} is said for raw tensors by layer only; a buffer's places and layout are its own")
-        return _placed_views(config, tensors, raw, layout, kernel_block_sizes)
-    if not isinstance(raw, Mapping):
-        raise LayoutError(f"raw memory of type {type(raw).__name__}: give one buffer, or tensors by layer")
-    return _layer_views(config, raw, kernel_block_sizes, contiguous, token_major)
+        return _placed_views(kv_cache_config, tensors, raw_tensors, layout, kernel_block_sizes)
+    if not isinstance(raw_tensors, Mapping):
+        raise LayoutError(f"raw memory of type {type(raw_tensors).__name__}: give one buffer, or tensors by layer")
+    return _layer_views(kv_cache_config, raw_tensors, kernel_block_sizes, contiguous, token_major)
 
 
 def layer_specs(config: Any) -> dict[str, tuple[int, Any]]:

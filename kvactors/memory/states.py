@@ -22,7 +22,7 @@ def state_views(
     """One view (blocks, *shape) for each state of a page, without a copy.
 
     Args:
-        raw: one dense dimension, any type.
+        raw: dense, any shape and type.
         shapes, dtypes: of each state, in the order of the page.
         page_bytes: physical bytes of a page; None = the payload.
         blocks: how many; None = as many as the memory has pages.
@@ -31,11 +31,8 @@ def state_views(
         LayoutError: the states do not fit their page, one begins within an element (its offset is the sum of the payloads
             before it in ONE page), or the memory is too small.
     """
-    payload = _payload(shapes, dtypes)
-    page = payload if page_bytes is None else page_bytes
-    if payload > page:
-        raise LayoutError(f"states: {payload} bytes of payload in a page of {page}; give pages of at least {payload}")
-    count = whole_blocks(raw, page, "states") if blocks is None else blocks
+    count = _blocks(raw, shapes, dtypes, page_bytes, blocks)
+    page = _payload(shapes, dtypes) if page_bytes is None else page_bytes
     views: list[Tensor] = []
     offset = 0
     for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
@@ -45,21 +42,42 @@ def state_views(
 
 
 def contiguous_state_views(
-    raw: Tensor, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], *, blocks: int
+    raw: Tensor,
+    shapes: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+    page_bytes: int | None = None,
+    *,
+    blocks: int | None = None,
 ) -> list[Tensor]:
     """The compatible layout with dense states: [state 0 of all blocks][state 1 of all blocks]…, padding at the end.
+
+    `page_bytes` says how much memory a block has, and so how many blocks there are; no view has it as its stride.
 
     Raises:
         LayoutError: as `state_views`.
     """
-    _payload(shapes, dtypes)
+    count = _blocks(raw, shapes, dtypes, page_bytes, blocks)
     views: list[Tensor] = []
     offset = 0
     for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
         nbytes = payload_bytes(shape, dtype)
-        views.append(pages(raw, dtype, blocks, shape, nbytes, offset, f"state {i}"))
-        offset += blocks * nbytes
+        views.append(pages(raw, dtype, count, shape, nbytes, offset, f"state {i}"))
+        offset += count * nbytes
     return views
+
+
+def _blocks(
+    raw: Tensor,
+    shapes: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+    page_bytes: int | None,
+    blocks: int | None,
+) -> int:
+    payload = _payload(shapes, dtypes)
+    page = payload if page_bytes is None else page_bytes
+    if payload > page:
+        raise LayoutError(f"states: {payload} bytes of payload in a page of {page}; give pages of at least {payload}")
+    return whole_blocks(raw, page, "states") if blocks is None else blocks
 
 
 def _payload(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> int:

@@ -19,11 +19,11 @@ def raw_bytes(raw: Tensor) -> int:
     """Bytes of a raw allocation.
 
     Raises:
-        LayoutError: it is not one dense dimension.
+        LayoutError: it is not dense.
     """
-    if raw.dim() != 1 or not raw.is_contiguous():
+    if not raw.is_contiguous():
         raise LayoutError(
-            f"raw memory of shape {tuple(raw.shape)} and stride {raw.stride()}: must be one dense dimension; flatten it"
+            f"raw memory of shape {tuple(raw.shape)} and stride {raw.stride()}: must be dense (contiguous); give the allocation"
         )
     nbytes: int = raw.numel() * raw.element_size()
     return nbytes
@@ -49,7 +49,7 @@ def typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
     """The same memory as elements of another type; bytes at the end that make no whole element are left out.
 
     Raises:
-        LayoutError: the allocation does not begin at a whole element.
+        LayoutError: the allocation does not begin at a whole element, in its storage or in memory.
     """
     nbytes = raw_bytes(raw)
     begin = raw.storage_offset() * raw.element_size()
@@ -57,8 +57,12 @@ def typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
         raise LayoutError(
             f"raw memory begins at byte {begin} of its storage: not at a multiple of {dtype.itemsize} ({dtype}); move it"
         )
+    if raw.data_ptr() % dtype.itemsize:
+        raise LayoutError(
+            f"raw memory begins at address {raw.data_ptr():#x}: not at a multiple of {dtype.itemsize} ({dtype}); move it"
+        )
     whole = nbytes // dtype.itemsize * dtype.itemsize // raw.element_size()
-    return raw.narrow(0, 0, whole).view(dtype)
+    return raw.view(-1).narrow(0, 0, whole).view(dtype)
 
 
 def strided(
@@ -67,7 +71,7 @@ def strided(
     """A view of any strides over raw memory.
 
     Args:
-        raw: one dense dimension, any type.
+        raw: dense, any shape and type.
         shape, strides_bytes: of each dimension, elements and bytes.
         offset_bytes: of the first element, from the beginning of `raw`.
         what: names the view in errors.

@@ -121,6 +121,25 @@ def test_layers_may_share_pages_at_any_distance() -> None:
     assert len(used) == len(set(used)) == 5 * 4 * 48
 
 
+@pytest.mark.parametrize("page", [None, 128])
+@pytest.mark.parametrize("order", KVOrder)
+def test_there_are_as_many_blocks_as_the_memory_has_pages_and_it_may_have_any_dense_shape(
+    order: KVOrder, page: int | None
+) -> None:
+    unsaid = {name: value for name, value in BLOCK.items() if name != "blocks"}
+    memory = raw(5 * (page or (96 if order is BLOCKS_FIRST else 48)) * (1 if order is BLOCKS_FIRST else 2))
+    for given in (memory, memory.view(5, -1)):
+        found = attention_views(given, **unsaid, page_bytes=page, order=order)
+        assert geometry(found) == geometry(attention_views(memory, **BLOCK, page_bytes=page, order=order))
+        both = combined_attention_view(given, **unsaid, page_bytes=page, order=order)
+        assert geometry([both]) == geometry([combined_attention_view(memory, **BLOCK, page_bytes=page, order=order)])
+        assert both.data_ptr() == found[0].data_ptr() == memory.data_ptr()
+    apart = attention_views([raw(5 * (page or 48)), raw(5 * (page or 48))], **unsaid, page_bytes=page)
+    assert [v.shape[0] for v in apart] == [5, 5]
+    k, v = contiguous_attention_views(raw(5 * (page or 96)), **unsaid, page_bytes=page)
+    assert geometry([k, v]) == [((5, 2, 4, 3), (24, 12, 3, 1), AT), ((5, 2, 4, 3), (24, 12, 3, 1), AT + 120)]
+
+
 # -- the layout with padding of its own ----------------------------------------------------------------------------------
 
 

@@ -36,6 +36,12 @@ def test_only_gqa_layers_get_the_block_major_view() -> None:
     assert memory["a"].data_ptr() != memory["b"].data_ptr()
 
 
+def test_the_names_are_those_of_the_specification() -> None:
+    config = by_layer(5, [{"a": attention_spec(page=128)}])
+    memory = allocate_kv_cache(config=config, device=torch.device("cpu"))
+    assert list(cache_views(kv_cache_config=config, raw_tensors=memory)) == ["a"]
+
+
 def test_layers_of_two_groups_in_one_tensor_have_the_same_pages() -> None:
     """Which memory a layer has is the placement's word: `a` and `s` share a tensor, `b` has one of its own."""
     attention, states = attention_spec(page=128), state_spec(*STATES, 128)

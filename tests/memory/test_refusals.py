@@ -47,10 +47,8 @@ def overlapping() -> torch.Tensor:
 VIEWS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a third allocation": (
         lambda: attention([raw(240)] * 3), ["attention: 3 allocations", "give one for both, or one each"]),
-    "raw memory of two dimensions": (
-        lambda: attention(raw(480).view(2, 240)), ["shape (2, 240)", "must be one dense dimension"]),
     "raw memory with gaps": (
-        lambda: attention(raw(960)[::2]), ["stride (2,)", "must be one dense dimension"]),
+        lambda: attention(raw(960)[::2]), ["stride (2,)", "must be dense"]),
     "raw memory that begins within an element": (
         lambda: attention(raw(481)[1:]), ["byte 65 of its storage", "multiple of 2", "float16", "begin"]),
     "K and V larger than their page": (
@@ -97,6 +95,18 @@ VIEWS: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: combined(raw(482)), ["combined K/V: stride of 241 bytes", "multiple of the 2 bytes"]),
     "contiguous: too little memory": (
         lambda: contiguous_attention_views(raw(550), **BLOCK, lead_bytes=16), ["V: ends at byte 560", "of 550"]),
+    "no number of blocks, and no whole pages": (
+        lambda: attention(raw(470), blocks=None), ["attention: 470 bytes of memory", "pages of 96", "number of blocks"]),
+    "no number of blocks, and lanes of no whole pages": (
+        lambda: attention(raw(490), blocks=None, order=LANES), ["attention: 245 bytes of a lane", "pages of 48"]),
+    "no number of blocks, and lanes for unlike numbers": (
+        lambda: attention([raw(240), raw(192)], blocks=None), ["5 blocks of K and 4 of V", "give the number of blocks"]),
+    "combined: no number of blocks, and no whole pages": (
+        lambda: combined(raw(490), blocks=None), ["245 bytes of a lane", "pages of 48"]),
+    "contiguous: no number of blocks, and no whole pages": (
+        lambda: contiguous_attention_views(raw(550), **{**BLOCK, "blocks": None}), ["attention: 550 bytes", "pages of 96"]),
+    "contiguous: larger than the page": (
+        lambda: contiguous_attention_views(raw(550), **BLOCK, page_bytes=90), ["attention: 96 bytes", "page of 90"]),
     "a split of nothing": (
         lambda: kernel_block_ids([1], 0), ["0 kernel blocks", "at least 1"]),
     "states: an offset within an element": (
@@ -116,6 +126,10 @@ VIEWS: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: state_views(raw(100), (), (), 100), ["states: 0 shapes and 0 types", "one type for each shape"]),
     "states: a type is missing": (
         lambda: state_views(raw(100), ((1,), (1,)), (FLOAT,), 100), ["states: 2 shapes and 1 types"]),
+    "contiguous states: larger than their page": (
+        lambda: contiguous_state_views(raw(192), ((4,), (8,)), (FLOAT, FLOAT), 40), ["states: 48 bytes", "page of 40"]),
+    "contiguous states: no whole number of pages": (
+        lambda: contiguous_state_views(raw(200), ((4,), (8,)), (FLOAT, FLOAT)), ["states: 200 bytes", "pages of 48"]),
     "contiguous states: too little memory": (
         lambda: contiguous_state_views(raw(190), ((4,), (8,)), (FLOAT, FLOAT), blocks=4),
         ["state 1: ends at byte 192", "of 190"]),

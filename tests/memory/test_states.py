@@ -74,3 +74,17 @@ def test_contiguous_states_and_attention_share_memory_region_by_region() -> None
     assert bytes_of(k) == bytes_of(ssm)
     assert [bytes_of(k[b]) for b in range(4)] == [bytes_of(ssm[b]) for b in range(4)]
     assert bytes_of(v) == [LEAD + 4 * 72 + i for i in range(4 * 48)]
+
+
+@pytest.mark.parametrize("how", [{"page_bytes": 96}, {"page_bytes": 96, "blocks": 4}, {"blocks": 4}])
+def test_contiguous_states_take_the_page_as_the_strided_ones_do(how: dict[str, int]) -> None:
+    views = contiguous_state_views(raw(4 * 96), (CONV, SSM), TYPES, **how)
+    assert geometry(views) == [((4, 3, 4), (12, 4, 1), LEAD // 2), ((4, 2, 2, 3), (12, 6, 3, 1), (LEAD + 4 * 24) // 4)]
+
+
+def test_raw_memory_of_any_dense_shape() -> None:
+    memory = raw(4 * 96)
+    for lay in (state_views, contiguous_state_views):
+        flat, pages = lay(memory, (CONV, SSM), TYPES, 96), lay(memory.view(4, 96), (CONV, SSM), TYPES, 96)
+        assert geometry(pages) == geometry(flat)
+        assert [v.data_ptr() for v in pages] == [v.data_ptr() for v in flat]
