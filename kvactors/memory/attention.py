@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvactors.errors import LayoutError
+from kvactors.memory.overlaps import block_runs, first_meeting
 from kvactors.memory.strided import pages, payload_bytes, raw_bytes, strided, whole_blocks
 
 
@@ -56,7 +57,7 @@ def attention_views(
         (blocks·k, kv_heads, kernel_tokens, …).
 
     Raises:
-        LayoutError: the memory is too small, misaligned, or a block that should be split is not one dense page.
+        LayoutError: the memory is too small, misaligned or shared by K and V, or a block to be split is no dense page.
     """
     order = _order(order)
     shapes = [(kv_heads, block_tokens, head_dim), (kv_heads, block_tokens, head_dim if head_dim_v is None else head_dim_v)]
@@ -84,7 +85,19 @@ def attention_views(
     views: list[Tensor] = []
     for name, shape, (memory, offset, page) in zip("KV", shapes, lanes, strict=True):
         views.append(lane_view(memory, dtype, blocks, shape, page, offset, name, kernel_tokens))
+    require_apart(views, "KV", "attention")
     return views[0], views[1]
+
+
+def require_apart(views: Sequence[Tensor], names: Sequence[str], what: str) -> None:
+    """Raises LayoutError if two of a layer's views share a byte; pages that lie between each other are no overlap."""
+    runs = [(name, run) for name, view in zip(names, views, strict=True) for run in block_runs(view, name)]
+    if (pair := first_meeting([run for _, run in runs], [name for name, _ in runs])) is not None:
+        (one, a), (other, b) = (runs[i] for i in pair)
+        raise LayoutError(
+            f"{what}: {one} ({a.nbytes} of every {a.stride} bytes from {a.address:#x}) and {other} ({b.nbytes} of every "
+            f"{b.stride} from {b.address:#x}) share bytes; give each memory of its own"
+        )
 
 
 def lane_view(
@@ -200,11 +213,14 @@ def kernel_block_ids(block_ids: npt.ArrayLike, per_block: int) -> npt.NDArray[np
     """Ids of the kernel blocks of attention blocks, in order: b -> b·k … b·k + k - 1. Ids of states are never expanded.
 
     Raises:
-        LayoutError: `per_block` is below 1.
+        LayoutError: `per_block` is below 1, or the ids are no integers.
     """
     if per_block < 1:
         raise LayoutError(f"{per_block} kernel blocks for each block: must be at least 1")
-    ids = np.atleast_1d(np.asarray(block_ids, np.int64))
+    given = np.asarray(block_ids)
+    if given.size and given.dtype.kind not in "iu":
+        raise LayoutError(f"block ids of type {given.dtype}: must be integers")
+    ids = np.atleast_1d(given.astype(np.int64))
     return (ids[..., None] * per_block + np.arange(per_block)).reshape(*ids.shape[:-1], ids.shape[-1] * per_block)
 
 

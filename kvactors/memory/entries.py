@@ -6,17 +6,16 @@ the view's own plus b strides, and the length is the payload.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from types import MappingProxyType
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvactors.core.layout import CacheEntry
 from kvactors.errors import LayoutError
+from kvactors.memory.overlaps import Run, block_runs, first_meeting
 
 ELEMENT_KINDS: Mapping[torch.dtype, str] = MappingProxyType(
     {
@@ -64,7 +63,7 @@ def group_memory(group_id: int, views: Mapping[int, Mapping[str, Tensor]], block
         blocks: the group's blocks; a view may have a multiple of them as kernel blocks.
 
     Raises:
-        LayoutError: see `placed_entries`.
+        LayoutError: see `placed_entries`; two entries of a layer have one name or share bytes.
     """
     layers: dict[int, tuple[CacheEntry, ...]] = {}
     bases: dict[tuple[int, int, str], int] = {}
@@ -73,9 +72,25 @@ def group_memory(group_id: int, views: Mapping[int, Mapping[str, Tensor]], block
             placed = [p for name, view in named.items() for p in placed_entries(name, view, blocks)]
         except LayoutError as error:
             raise LayoutError(f"group {group_id}, layer {layer}, {error}") from None
+        _require_apart(placed, blocks, f"group {group_id}, layer {layer}")
         layers[layer] = tuple(p.entry for p in placed)
         bases.update({(group_id, layer, p.entry.name): p.address for p in placed})
     return GroupMemory(layers, bases)
+
+
+def _require_apart(placed: Sequence[Placed], blocks: int, where: str) -> None:
+    names = [p.entry.name for p in placed]
+    for name in names:
+        if names.count(name) > 1:
+            raise LayoutError(f"{where}: two entries are named {name}; a run of one view has the name of another view")
+    runs = [Run(p.address, p.entry.nbytes, p.entry.stride, blocks) for p in placed]
+    if (pair := first_meeting(runs, names)) is not None:
+        one, other = (placed[i] for i in pair)
+        raise LayoutError(
+            f"{where}: {one.entry.name} ({one.entry.nbytes} of every {one.entry.stride} bytes from {one.address:#x}) and "
+            f"{other.entry.name} ({other.entry.nbytes} of every {other.entry.stride} from {other.address:#x}) share bytes; "
+            "give each bytes of its own"
+        )
 
 
 def placed_entries(name: str, view: Tensor, blocks: int) -> list[Placed]:
@@ -94,61 +109,23 @@ def placed_entries(name: str, view: Tensor, blocks: int) -> list[Placed]:
         raise LayoutError(
             f"{name}: a view of shape {tuple(view.shape)} is not made of {blocks} blocks; give the blocks of its group"
         )
-    item, per_block = view.element_size(), view.shape[0] // blocks
-    runs = [(offset * item, nbytes * item) for offset, nbytes in _dense_runs(view, name)]
-    stride = view.stride(0) * item
+    if not view.numel():
+        raise LayoutError(f"{name}: a view of shape {tuple(view.shape)} has no elements; leave it out")
+    per_block = view.shape[0] // blocks
+    runs = block_runs(view, name)
+    stride = view.stride(0) * view.element_size()
     if per_block > 1:
-        if runs != [(0, stride)]:
+        if len(runs) > 1 or runs[0].nbytes != stride:
             raise LayoutError(
-                f"{name}: kernel blocks of {[n for _, n in runs]} bytes, {stride} apart, do not make up one dense page; give "
-                "the unsplit view"
+                f"{name}: kernel blocks of {[run.nbytes for run in runs]} bytes, {stride} apart, do not make up one dense "
+                "page; give the unsplit view"
             )
-        runs, stride = [(0, per_block * stride)], per_block * stride
-    if _blocks_overlap(runs, stride, blocks):
-        raise LayoutError(
-            f"{name}: blocks of {sum(n for _, n in runs)} bytes, {stride} bytes apart, overlap; give each bytes of its own"
-        )
+        runs = [Run(runs[0].address, per_block * stride, per_block * stride, blocks)]
     names = [name] if len(runs) == 1 else [f"{name}.{i}" for i in range(len(runs))]
     return [
-        Placed(CacheEntry(n, nbytes, max(stride, nbytes), kind), view.data_ptr() + offset)
-        for n, (offset, nbytes) in zip(names, runs, strict=True)
+        Placed(CacheEntry(n, run.nbytes, max(run.stride, run.nbytes), kind), run.address)
+        for n, run in zip(names, runs, strict=True)
     ]
-
-
-def _blocks_overlap(runs: list[tuple[int, int]], stride: int, blocks: int) -> bool:
-    if blocks == 1:
-        return False
-    length = runs[0][1]
-    if len(runs) == 1 or runs[-1][0] + length <= stride:
-        return length > stride
-    starts = np.add.outer(np.arange(blocks, dtype=np.int64) * stride, np.array([at for at, _ in runs], np.int64))
-    return bool((np.diff(np.sort(starts, axis=None)) < length).any())
-
-
-def _dense_runs(view: Tensor, name: str) -> list[tuple[int, int]]:
-    """(offset, length) in elements of the dense runs of block 0, by address."""
-    inner = sorted(
-        ((stride, size) for stride, size in zip(view.stride()[1:], view.shape[1:], strict=True) if size > 1), key=lambda d: d[0]
-    )
-    error = LayoutError(
-        f"{name}: a view of stride {view.stride()} and shape {tuple(view.shape)} overlaps itself; give one without repeats"
-    )
-    run = 1
-    outer: list[tuple[int, int]] = []
-    for stride, size in inner:
-        if stride < run:
-            raise error
-        if stride == run and not outer:
-            run *= size
-        else:
-            outer.append((stride, size))
-    offsets = [0]
-    for stride, size in outer:
-        offsets = [at + i * stride for at in offsets for i in range(size)]
-    offsets.sort()
-    if any(b - a < run for a, b in pairwise(offsets)):
-        raise error
-    return [(at, run) for at in offsets]
 
 
 def registered_regions(views: Iterable[Tensor], align_bytes: int = 1) -> list[tuple[int, int]]:
@@ -160,12 +137,14 @@ def registered_regions(views: Iterable[Tensor], align_bytes: int = 1) -> list[tu
             (`HUGE_PAGE_BYTES` where a transport wants it).
 
     Raises:
-        LayoutError: `align_bytes` is below 1.
+        LayoutError: `align_bytes` is below 1, or a view has no elements.
     """
     if align_bytes < 1:
         raise LayoutError(f"align_bytes = {align_bytes}: must be at least 1")
     found: dict[int, tuple[int, int, int]] = {}
     for view in views:
+        if not view.numel():
+            raise LayoutError(f"a view of shape {tuple(view.shape)} has no elements, so nothing to register; leave it out")
         storage = view.untyped_storage()
         begin = view.data_ptr()
         end = begin + (sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True)) + 1) * view.element_size()

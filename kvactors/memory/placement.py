@@ -22,8 +22,15 @@ import torch
 from torch import Tensor
 
 from kvactors.errors import LayoutError
-from kvactors.memory.attention import attention_views, contiguous_attention_views, kernel_blocks_per_block, lane_view
+from kvactors.memory.attention import (
+    attention_views,
+    contiguous_attention_views,
+    kernel_blocks_per_block,
+    lane_view,
+    require_apart,
+)
 from kvactors.memory.observe import tell_attention, tell_states
+from kvactors.memory.overlaps import block_runs, first_meeting
 from kvactors.memory.states import contiguous_state_views, state_views
 from kvactors.memory.strided import payload_bytes, raw_bytes, strided, typed
 
@@ -86,15 +93,24 @@ def cache_views(
         return _placed_views(kv_cache_config, tensors, raw_tensors, layout, kernel_block_sizes)
     if not isinstance(raw_tensors, Mapping):
         raise LayoutError(f"raw memory of type {type(raw_tensors).__name__}: give one buffer, or tensors by layer")
+    if _is_placed(tensors):
+        name = next(iter(raw_tensors), tensors[0].layers[0])
+        raise LayoutError(f"{name}: the configuration places its layers in one buffer; give that buffer, not tensors by layer")
     return _layer_views(kv_cache_config, raw_tensors, kernel_block_sizes, contiguous, token_major)
 
 
 def layer_specs(config: Any) -> dict[str, tuple[int, Any]]:
-    """Layer name -> (group number, its own specification); wrappers of layers with different shapes are opened."""
+    """Layer name -> (group number, its own specification); wrappers of layers with different shapes are opened.
+
+    Raises:
+        LayoutError: such a wrapper lacks a layer of its group.
+    """
     found: dict[str, tuple[int, Any]] = {}
     for number, group in enumerate(config.kv_cache_groups):
         inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
         for name in group.layer_names:
+            if inner is not None and name not in inner:
+                raise LayoutError(f"{name}: group {number} has the layer and no specification of it")
             found[name] = (number, group.kv_cache_spec if inner is None else inner[name])
     return found
 
@@ -127,7 +143,11 @@ def _placed_views(
     specs = layer_specs(config)
     hybrid = any(is_state(spec) for _, spec in specs.values())
     views: dict[str, Views] = {}
+    laid: dict[tuple[int, bool], dict[str, Tensor]] = {}
     for tensor in tensors:
+        for name in tensor.layers:
+            if name not in specs:
+                raise LayoutError(f"{name}: has a place in the buffer, and no group of the configuration has it; leave it out")
         group, spec = specs[tensor.layers[0]]
         if not getattr(spec, "has_layer_views", True):
             views.update(dict.fromkeys(tensor.layers, buffer))
@@ -139,11 +159,30 @@ def _placed_views(
             with _named(name):
                 view = _placed_view(buffer, spec, tensor, number, _blocks(config, tensor), kernel, order)
             views[name] = view
+            laid.setdefault((group, bool(getattr(tensor, "host_resident", False))), {})[name] = view
             if is_state(spec):
                 tell_states(name, tensor.block_stride, [view])
             else:
                 tell_attention(name, hybrid, [view])
+    for of_group in laid.values():
+        _require_places_apart(of_group, buffer)
     return views
+
+
+def _require_places_apart(views: Mapping[str, Tensor], buffer: Tensor) -> None:
+    """Layers of one group are in use at once, with the same block ids; those of different groups may share pages.
+
+    Raises:
+        LayoutError: blocks of a layer, or two layers, share bytes.
+    """
+    runs = [(name, run) for name, view in views.items() for run in block_runs(view, name)]
+    if (pair := first_meeting([run for _, run in runs], [name for name, _ in runs])) is not None:
+        (one, a), (other, b) = (runs[i] for i in pair)
+        start = buffer.data_ptr()
+        raise LayoutError(
+            f"{one}: {a.nbytes} bytes at {a.address - start}, every {a.stride}, share bytes with {other} of the same group: "
+            f"{b.nbytes} at {b.address - start}, every {b.stride}; place them apart"
+        )
 
 
 def _blocks(config: Any, tensor: Any) -> int:
@@ -212,10 +251,15 @@ def _layer_views(
 ) -> dict[str, Views]:
     specs = layer_specs(config)
     hybrid = any(is_state(spec) for _, spec in specs.values())
+    shared = [name for tensor in config.kv_cache_tensors for name in tensor.shared_by if name in specs]
+    if strange := [name for name in raw if name not in specs]:
+        raise LayoutError(f"{', '.join(strange)}: raw memory of a layer that no group of the configuration has; leave it out")
+    if missing := [name for name in dict.fromkeys(shared) if name not in raw]:
+        raise LayoutError(f"{', '.join(missing)}: the configuration has a tensor for it, and no raw memory was given; give it")
+    if unknown := [name for name in token_major if name not in specs or is_state(specs[name][1])]:
+        raise LayoutError(f"{', '.join(unknown)}: named in token_major, and no attention layer of the configuration")
     views: dict[str, Views] = {}
     for name, memory in raw.items():
-        if name not in specs:
-            raise LayoutError(f"{name}: raw memory of a layer that no group of the configuration has; leave it out")
         group, spec = specs[name]
         with _named(name):
             blocks = sum(raw_bytes(part) for part in _parts(memory)) // int(spec.page_size_bytes)
@@ -224,6 +268,10 @@ def _layer_views(
             if is_state(spec):
                 found: tuple[Tensor, ...] = _state_layer(name, spec, memory, blocks, contiguous)
             else:
+                if kernel_block_sizes is not None and group >= len(kernel_block_sizes):
+                    raise LayoutError(
+                        f"in group {group}, and kernel_block_sizes has {len(kernel_block_sizes)} of them; one for each group"
+                    )
                 kernel = None if kernel_block_sizes is None else kernel_block_sizes[group]
                 lead = _lead_bytes(specs, raw, memory, spec) if contiguous else 0
                 found = _attention_layer(name, spec, memory, blocks, kernel, contiguous, lead)
@@ -283,11 +331,18 @@ def _attention_layer(
             kernel_tokens=kernel_tokens,
         )
     split = 1 if kernel_tokens is None else kernel_blocks_per_block(tokens, kernel_tokens)
-    scale: torch.dtype | None = getattr(spec, "scale_dtype", None) if getattr(spec, "scale_dim", 0) else None
+    scaled = bool(getattr(spec, "scale_dim", 0))
+    parts = len(memory) - scaled
+    if parts not in (1, 2):
+        has = "with" if scaled else "without"
+        raise LayoutError(
+            f"{name}: {len(memory)} allocations for a layer {has} scales; give K and V (or a latent vector and its rope part), "
+            "and a third only where the specification has a scale_dim"
+        )
     views: list[Tensor] = []
     dims: list[int] = []
     for number, lane in enumerate(memory):
-        of_lane = scale if scale is not None and number == len(memory) - 1 else dtype
+        of_lane: torch.dtype = (getattr(spec, "scale_dtype", None) or dtype) if number == parts else dtype
         row = blocks * heads * tokens * of_lane.itemsize
         if blocks < 1 or raw_bytes(lane) % row:
             raise LayoutError(
@@ -295,11 +350,13 @@ def _attention_layer(
             )
         dims.append(raw_bytes(lane) // row)
         views.append(typed(lane, of_lane).view(blocks * split, heads, tokens // split, dims[-1]))
-    if dims[:2] != [k_dim, v_dim] and k_dim not in (sum(dims), sum(dims[:2])):  # K and V, or the parts of a latent vector
+    fits = dims[:parts] == [k_dim, v_dim] if v_dim else sum(dims[:parts]) == k_dim  # without a V: parts of a latent vector
+    if not fits or not min(dims):
         raise LayoutError(
             f"{name}: allocations with room for heads of {dims} elements, {k_dim} and {v_dim} in the configuration; padded "
             "pages need one allocation for all"
         )
+    require_apart(views, [f"allocation {number}" for number in range(len(views))], name)
     return tuple(views)
 
 

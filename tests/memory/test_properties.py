@@ -30,6 +30,7 @@ from kvactors.memory import (
     registered_regions,
     state_views,
 )
+from kvactors.memory.attention import lane_view
 from tests.memory.model import LEAD, Rows, bytes_of, dense, patterns, raw, storage_bytes, write
 
 State: TypeAlias = tuple[tuple[int, ...], torch.dtype]
@@ -227,7 +228,8 @@ def parts(draw: st.DrawFn, pool: Pool, name: str, blocks: int) -> None:
 
     def make(low: int, high: int) -> Callable[[Tensor], Tensor]:
         def laid(memory: Tensor) -> Tensor:
-            latent, _ = attention_views([memory[at : at + blocks * page]] * 2, **args(whole, blocks), page_bytes=page)
+            shape = (whole.heads, whole.tokens, whole.dim)
+            latent = lane_view(memory[at : at + blocks * page], whole.dtype, blocks, shape, page, 0, "latent")
             return latent[..., low:high]
 
         return laid
