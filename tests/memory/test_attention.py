@@ -140,6 +140,12 @@ def test_there_are_as_many_blocks_as_the_memory_has_pages_and_it_may_have_any_de
     assert geometry([k, v]) == [((5, 2, 4, 3), (24, 12, 3, 1), AT), ((5, 2, 4, 3), (24, 12, 3, 1), AT + 120)]
 
 
+def test_k_and_v_in_slices_of_one_allocation_may_lie_between_each_other() -> None:
+    memory = raw(640)
+    k, v = attention_views([memory, memory[48:]], **BLOCK, page_bytes=128)
+    assert geometry([k, v]) == geometry(attention_views(memory, **BLOCK, page_bytes=128))
+
+
 # -- the layout with padding of its own ----------------------------------------------------------------------------------
 
 

@@ -154,6 +154,14 @@ def test_layers_placed_in_one_buffer() -> None:
     ]
 
 
+def test_a_tensor_may_have_a_number_of_blocks_of_its_own() -> None:
+    """As one whose blocks lie in the memory of the host."""
+    config = hybrid_buffer()
+    config.num_blocks_of = lambda tensor: 3 if tensor.layers == ["b"] else 5
+    views = cache_views(config, allocate_kv_cache(config))
+    assert [views[name].shape[0] for name in "abs"] == [5, 3, 5]  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("order", ["".join(p) for p in itertools.permutations("HNC") if p[2] == "C"])
 def test_the_order_of_the_axes_is_the_layouts(order: str) -> None:
     config = hybrid_buffer()

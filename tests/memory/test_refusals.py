@@ -107,6 +107,13 @@ VIEWS: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: contiguous_attention_views(raw(550), **{**BLOCK, "blocks": None}), ["attention: 550 bytes", "pages of 96"]),
     "contiguous: larger than the page": (
         lambda: contiguous_attention_views(raw(550), **BLOCK, page_bytes=90), ["attention: 96 bytes", "page of 90"]),
+    "raw memory that begins within an element of its address": (
+        lambda: attention(torch.frombuffer(bytearray(500), dtype=BYTE, offset=1)), ["address 0x", "multiple of 2", "move it"]),
+    "K and V in one place": (
+        lambda: attention([raw(240)] * 2), ["attention: K (48 of every 48 bytes", "and V (48", "share bytes"]),
+    "K and V in slices that meet": (lambda: sliced(40), ["attention: K (48 of every 128 bytes", "share bytes"]),
+    "block ids that are no integers": (lambda: kernel_block_ids([1.5], 2), ["type float64", "integers"]),
+    "block ids that are truths": (lambda: kernel_block_ids([True], 2), ["type bool", "integers"]),
     "a split of nothing": (
         lambda: kernel_block_ids([1], 0), ["0 kernel blocks", "at least 1"]),
     "states: an offset within an element": (
@@ -156,8 +163,31 @@ ENTRIES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["k: kernel blocks", "16 apart", "one dense page", "unsplit"]),
     "a view of another group": (
         lambda: group_memory(3, {7: {"k": torch.zeros(5, 2)}}, 4), ["group 3, layer 7", "k: a view of shape (5, 2)"]),
+    "no elements": (lambda: placed_entries("k", torch.zeros(4, 0, 2), 4), ["k: a view of shape (4, 0, 2)", "no elements"]),
+    "no blocks at all": (lambda: placed_entries("k", torch.zeros(0, 2), 4), ["k: a view of shape (0, 2)", "no elements"]),
+    "nothing to register": (
+        lambda: registered_regions([torch.zeros(4), torch.zeros(0, 2)]), ["shape (0, 2)", "no elements", "leave it out"]),
+    "two names for the same bytes": (
+        lambda: group_memory(3, {7: dict.fromkeys("kv", torch.zeros(4, 2))}, 4),
+        ["group 3, layer 7: k (8 of every 8 bytes", "v (8", "share bytes"]),
+    "a part of another view": (
+        lambda: group_memory(3, {7: halves(torch.zeros(4, 6), 4)}, 4), ["group 3, layer 7: a (16 of every 24", "share bytes"]),
+    "a run with the name of a view": (
+        lambda: group_memory(3, {7: {"k": torch.zeros(4, 2, 6)[..., :3], "k.1": torch.zeros(4, 2)}}, 4),
+        ["group 3, layer 7: two entries are named k.1"]),
     "an alignment of nothing": (lambda: registered_regions([], 0), ["align_bytes = 0", "at least 1"]),
 }  # fmt: skip
+
+
+def sliced(apart: int) -> Any:
+    """K and V in slices of one allocation, as many bytes apart, in pages of 128."""
+    memory = raw(640)
+    return attention([memory, memory[apart:]], page_bytes=128)
+
+
+def halves(view: torch.Tensor, cut: int) -> dict[str, torch.Tensor]:
+    """Two parts of each block; the second begins one before the first ends."""
+    return {"a": view[:, :cut], "b": view[:, cut - 1 :]}
 
 
 PAGED = attention_spec(page=128)
@@ -179,6 +209,52 @@ CONFIGS: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: cache_views(BUFFER, raw(640), layout="LBHN"), ["layout 'LBHN'", "LBHNC"]),
     "a place outside the buffer": (
         lambda: cache_views(BUFFER, raw(600)), ["a.1: ends at byte 608", "of 600"]),
+    "blocks that overlap": (
+        lambda: cache_views(placed(5, 640, [{"a.1": PLACED}], {"a.1": (0, 64)}), raw(640)),
+        ["a.1: blocks of 96 bytes, 64 bytes apart, overlap"]),
+    "layers of one group that meet": (
+        lambda: cache_views(placed(5, 1280, [{"a.1": PLACED, "a.2": PLACED}], {"a.1": (0, 256), "a.2": (94, 256)}), raw(1280)),
+        ["a.1: 96 bytes at 0, every 256, share bytes with a.2", "96 at 94, every 256", "apart"]),
+    "layers of one group that meet, with other pages": (
+        lambda: cache_views(placed(5, 1280, [{"a.1": PLACED, "a.2": PLACED}], {"a.1": (0, 256), "a.2": (448, 128)}), raw(1280)),
+        ["a.1: 96 bytes at 0, every 256", "a.2", "96 at 448, every 128"]),
+    "a place for a layer that no group has": (
+        lambda: cache_views(placed(5, 640, [{"a.1": PLACED}], {"a.1": (0, 128), "a.9": (0, 128)}), raw(640)),
+        ["a.9: ", "no group"]),
+    "tensors by layer where places are said": (
+        lambda: cache_views(BUFFER, {"a.1": raw(640)}), ["a.1: ", "one buffer", "not tensors by layer"]),
+    "blocks and heads that do not lie apart": (
+        lambda: cache_views(placed(5, 640, [{"a.1": PLACED}], {"a.1": (0, 0)}), raw(640)), ["a.1: ", "they must lie apart"]),
+    "content of no whole elements": (
+        lambda: cache_views(placed(5, 640, [{"a.1": placed_attention_spec(content=11)}], {"a.1": (0, 128)}), raw(640)),
+        ["a.1: content of 11 bytes", "float16"]),
+    "kernel blocks of no whole bytes": (
+        lambda: cache_views(placed(5, 640, [{"a.1": halved()}], {"a.1": (0, 6)}), raw(640), kernel_block_sizes=[1]),
+        ["a.1: a block of 6 bytes does not divide into 4 kernel blocks"]),
+    "a layer without memory": (
+        lambda: cache_views(by_layer(5, [{"a.1": PAGED, "a.2": PAGED}]), {"a.1": raw(640)}), ["a.2: ", "no raw memory"]),
+    "a layer without a specification": (
+        lambda: cache_views(unspecified(), {"a.1": raw(640)}), ["a.2: group 0", "no specification"]),
+    "an unknown layer whose tokens come first": (
+        lambda: cache_views(by_layer(5, [{"a.1": PAGED}]), {"a.1": raw(640)}, token_major={"a.2"}), ["a.2: ", "token_major"]),
+    "states whose tokens come first": (
+        lambda: cache_views(by_layer(5, [{"s.1": STATES}]), {"s.1": raw(640)}, token_major={"s.1"}), ["s.1: ", "token_major"]),
+    "kernel block sizes for fewer groups": (
+        lambda: cache_views(
+            by_layer(5, [{"a.1": PAGED}, {"a.2": PAGED}]), {"a.1": raw(640), "a.2": raw(640)}, kernel_block_sizes=[4]),
+        ["a.2: in group 1", "kernel_block_sizes has 1"]),
+    "halves of K and V as K and V": (
+        lambda: cache_views(
+            by_layer(5, [{"a.1": attention_spec(head=4, page=64)}]), {"a.1": (raw(160), raw(160))}),
+        ["a.1: ", "heads of [2, 2] elements, 4 and 4"]),
+    "a third tensor and no scales": (
+        lambda: cache_views(by_layer(5, [{"a.1": attention_spec(page=96)}]), {"a.1": (raw(240), raw(240), raw(80))}),
+        ["a.1: 3 allocations", "without scales", "scale_dim"]),
+    "a fourth tensor": (
+        lambda: cache_views(by_layer(5, [{"a.1": attention_spec(scale_dim=1)}]), {"a.1": tuple(raw(240) for _ in "1234")}),
+        ["a.1: 4 allocations", "with scales"]),
+    "one tensor for K and for V": (
+        lambda: cache_views(by_layer(5, [{"a.1": attention_spec()}]), {"a.1": (raw(240),) * 2}), ["a.1: ", "share bytes"]),
     "a layer that no group has": (
         lambda: cache_views(by_layer(5, [{"a.1": PAGED}]), {"a.2": raw(640)}), ["a.2", "no group"]),
     "too little memory for attention": (
@@ -219,6 +295,19 @@ def by_size(*sizes: int) -> Any:
     config = placed(5, 0, [{"a.1": PLACED, "a.2": PLACED}], {"a.1": (0, 128), "a.2": (0, 128)})
     for tensor, size in zip(config.kv_cache_tensors, sizes, strict=True):
         tensor.size = size
+    return config
+
+
+def halved() -> Any:
+    """One head with 3 states of 2 bytes for 4 tokens."""
+    spec = placed_attention_spec(heads=1, content=2)
+    spec.get_num_kernel_states = lambda tokens: -(-tokens * 3 // 4)
+    return spec
+
+
+def unspecified() -> Any:
+    config = by_layer(5, [{"a.1": PAGED}])
+    config.kv_cache_groups[0].layer_names.append("a.2")
     return config
 
 
