@@ -136,7 +136,13 @@ def scatter_state_rows_(state: Tensor, indices: Tensor, rows: Tensor, *, check_r
 
 
 @overload
-def clear_state_rows_(state: Tensor, has_initial_state: Tensor, *, check_range: bool = True) -> Tensor: ...
+def clear_state_rows_(state: Tensor, has_initial_state: Tensor, /, *, check_range: bool = True) -> Tensor: ...
+
+
+@overload
+def clear_state_rows_(
+    state: Tensor, indices: Tensor | None = None, *, has_initial_state: Tensor, check_range: bool = True
+) -> Tensor: ...
 
 
 @overload

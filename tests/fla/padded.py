@@ -46,3 +46,11 @@ def exact(tensor: Any) -> Any:
 def close(found: Any, expected: Any, dtype: Any = None) -> None:
     tolerance = TOLERANCE[found.dtype if dtype is None else dtype]
     np.testing.assert_allclose(exact(found), expected, rtol=tolerance, atol=tolerance)
+
+
+def a_rounding(found: Any, expected: Any) -> None:
+    """Each value is the expected one rounded to found's type, or the next to it where float32 sums blur a tie."""
+    rounded = torch.from_numpy(expected).to(found.dtype).double()
+    step = np.maximum(np.abs(exact(rounded)), torch.finfo(found.dtype).tiny) * torch.finfo(found.dtype).eps
+    off = np.abs(exact(found) - expected)
+    assert (off <= 0.5 * step + 1e-6).all(), f"off by {(off / step).max():.2f} units in the last place"

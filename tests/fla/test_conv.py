@@ -11,7 +11,7 @@ import torch
 from kvactors.errors import StateError
 from kvactors.memory.fla import causal_conv1d_fn, causal_conv1d_update
 from tests.fla import oracle
-from tests.fla.padded import close, exact, padded_pages
+from tests.fla.padded import a_rounding, close, exact, padded_pages
 
 CHANNELS, PAGES = 16, 7
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -174,6 +174,44 @@ def test_update_of_different_lengths() -> None:
         kept = [*history[1:], *exact(x[begin:end])]
         assert np.array_equal(exact(pages.state[slot]), [*kept, *states[slot][len(kept) :]])
     assert pages.rows_changed(before) == [2, 3]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("update", [True, False])
+def test_products_that_cancel_are_summed_in_float32(dtype: Any, update: bool) -> None:
+    """(1 + e)² - (1 + 2e) = e², which is lost where a product is rounded to the inputs' type."""
+    e = torch.finfo(dtype).eps
+    weight = torch.tensor([[1 + e], [1.0]], dtype=dtype).expand(2, CHANNELS)
+    state = torch.full((2, 1, CHANNELS), 1 + e, dtype=dtype)
+    x = torch.full((1, CHANNELS), -(1 + 2 * e), dtype=dtype)
+    if update:
+        out = causal_conv1d_update(x, state, weight, conv_state_indices=ints(1))
+    else:
+        out = causal_conv1d_fn(x, weight, None, state, None, ints(1), torch.tensor([True]), None)
+    assert out.tolist() == [[e * e] * CHANNELS]
+
+
+@pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", ["prefill", "update", "speculative"])
+def test_only_what_is_stored_is_rounded_to_the_states_type(dtype: Any, state_dtype: Any, form: str) -> None:
+    weight, bias = kernel(4, dtype)
+    pages = padded_pages(3, (7, CHANNELS), state_dtype)
+    states, x = exact(pages.state), torch.randn(5, CHANNELS).to(dtype)
+    given = x.clone()
+    if form == "prefill":
+        out = causal_conv1d_fn(x, weight, bias, pages.state, starts(5), ints(1), torch.tensor([True]))
+    else:
+        accepted = ints(1) if form == "speculative" else None
+        out = causal_conv1d_update(x, pages.state, weight, bias, "silu", ints(1), accepted, starts(5), 5)
+    y = oracle.convolution(states[1][:3], exact(given), exact(weight), exact(bias), True)
+    if dtype == torch.float32:
+        close(out, y)
+    else:
+        a_rounding(out, y)
+    window = [*states[1][:3], *exact(given.to(state_dtype))]
+    kept = window[1:] if form == "speculative" else [*window[-3:], *states[1][3:]]
+    assert np.array_equal(exact(pages.state[1]), kept)
 
 
 STATES = torch.zeros(3, 3, 4)

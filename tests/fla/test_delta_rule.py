@@ -12,7 +12,7 @@ from kvactors.errors import StateError
 from kvactors.memory import gather_state_rows, scatter_state_rows_
 from kvactors.memory.fla import chunked_gated_delta_rule, recurrent_gated_delta_rule
 from tests.fla import oracle
-from tests.fla.padded import close, exact, padded_pages
+from tests.fla.padded import a_rounding, close, exact, padded_pages
 
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 4, 8, 6
 ROW = (HEADS, VALUE_DIM, KEY_DIM)
@@ -144,6 +144,67 @@ def test_normalized_in_the_kernel() -> None:
     close(state[0], after[-1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("chunked", [True, False])
+def test_queries_and_keys_are_normalized_without_rounding(dtype: Any, chunked: bool) -> None:
+    """Half queries and keys, float32 values: a norm rounded to halves would be off by thousands of float32's steps."""
+    given, state = inputs(3, dtype), torch.randn(1, *ROW)
+    long = given._replace(q=given.q * 5, k=given.k * 3, v=given.v.float())
+    unit = [torch.from_numpy(oracle.normalized(exact(each))) for each in (long.q, long.k)]
+    y, after = expected(long._replace(q=unit[0], k=unit[1]), exact(state[0]), 1.0)
+    q, k, v, beta, g = long
+    if chunked:
+        out, final = chunked_gated_delta_rule(
+            q, k, v, state, beta=beta, g=g, cu_seqlens=ints(0, 3), scale=1.0, use_qk_l2norm_in_kernel=True
+        )
+    else:
+        out = recurrent_gated_delta_rule(
+            q, k, v, state, beta=beta, g=g, cu_seqlens=ints(0, 3), ssm_state_indices=ints(0, 0, 0),
+            use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        final = state
+    close(out, y)
+    close(final[0], after[-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("chunked", [True, False])
+def test_the_state_stays_in_float32_from_token_to_token(dtype: Any, chunked: bool) -> None:
+    """A change of a quarter of the last place, which the next token reads beside a value that cancels the rest."""
+    e = torch.finfo(dtype).eps / 4
+    state = torch.tensor([1.0, -1.0], dtype=dtype).view(1, 1, 1, 2)
+    k = torch.tensor([[1.0, 0.0]] * 2, dtype=dtype).view(2, 1, 2)
+    q, v = torch.ones(2, 1, 2, dtype=dtype), torch.full((2, 1, 1), 2.0, dtype=dtype)
+    beta, g = torch.tensor([[e], [0.0]], dtype=dtype), torch.zeros(2, 1)
+    if chunked:
+        out, _ = chunked_gated_delta_rule(q, k, v, state, beta=beta, g=g, cu_seqlens=ints(0, 2), scale=1.0)
+    else:
+        slots = ints(0, 0)
+        out = recurrent_gated_delta_rule(q, k, v, state, beta=beta, g=g, cu_seqlens=ints(0, 2), ssm_state_indices=slots)
+        assert state.flatten().tolist() == [1.0, -1.0], "stored in its type"
+    assert out.flatten().tolist() == [e, e]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_outputs_are_rounded_once(dtype: Any) -> None:
+    given, state = inputs(40, dtype), torch.randn(1, *ROW)
+    y, after = expected(given, exact(state[0]), 0.3)
+    q, k, v, beta, g = given
+    slots = torch.zeros(40, dtype=torch.int32)
+    out = recurrent_gated_delta_rule(q, k, v, state, beta=beta, scale=0.3, g=g, cu_seqlens=ints(0, 40), ssm_state_indices=slots)
+    a_rounding(out, y)
+    close(state[0], after[-1])
+
+
+def test_page_0_is_a_page_like_any_other() -> None:
+    given, state = inputs(1, torch.float32), torch.randn(2, *ROW)
+    y, after = expected(given, exact(state[0]), 1.0)
+    q, k, v, beta, g = given
+    slots = ints(0)
+    close(recurrent_gated_delta_rule(q, k, v, state, beta=beta, g=g, cu_seqlens=ints(0, 1), ssm_state_indices=slots), y)
+    close(state[0], after[-1])
+
+
 LENGTHS = (5, 1, 0, 130, 16)
 
 
@@ -234,6 +295,8 @@ BAD = {
     "too few pages": ({"ssm_state_indices": ints(1)}, "1 ssm_state_indices for 2 tokens"),
     "narrow table": ({"ssm_state_indices": ints((1,)), "actual_seq_lengths": ints(2)}, "2 tokens, its row of the table 1"),
     "table and lengths": ({"ssm_state_indices": ints((1, 2))}, "2 lengths for 1 sequences"),
+    "shared page": ({"ssm_state_indices": ints(1, 1)}, "sequences 0 and 1 both write page 1"),
+    "shared in a table": ({"ssm_state_indices": ints((2, 1), (2, 0))}, "sequences 0 and 1 both write page 2"),
     "page": ({"ssm_state_indices": ints(1, 3)}, "index 3 is outside"),
     "accepted": ({"num_accepted_tokens": ints(1, 2)}, "sequence 1 accepted 2 tokens of 1"),
     "state": ({"state": torch.zeros(3, HEADS, KEY_DIM, VALUE_DIM)}, "state of shape"),

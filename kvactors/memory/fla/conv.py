@@ -1,8 +1,8 @@
 """The causal depthwise convolution with a cached state, in PyTorch: what the operators compute, not how.
 
 y[t] = activation(sum over j of weight[j] * window[t + j] + bias), where the window is the last width-1 inputs before the call
-followed by the call's own. A page of the state keeps those inputs, oldest first, in its first width-1 rows; for speculative
-decoding it is longer, and holds the drafts of the last call behind them (see `update`).
+followed by the call's own, all in float32. A page of the state keeps those inputs, oldest first, in its first width-1 rows; for
+speculative decoding it is longer, and holds the drafts of the last call behind them (see `update`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def prefill(
     if head_num < 0 or (head_num and x.shape[-1] % head_num):
         raise StateError(f"head_num {head_num} does not divide {x.shape[-1]} channels")
     weights, offset = weight.float(), None if bias is None else bias.float()
-    history = torch.zeros((len(live), width - 1, tokens.shape[1]), dtype=tokens.dtype, device=x.device)
+    history = torch.zeros((len(live), width - 1, tokens.shape[1]), dtype=torch.float32, device=x.device)
     keep = at = None
     if conv_states is not None:
         _check_states(conv_states, tokens, width - 1)
@@ -48,11 +48,11 @@ def prefill(
         at = torch.tensor([slots[i] for i in live], dtype=torch.int64, device=x.device)
         flags = _flags(has_initial_state, len(bounds))[live].to(x.device)
         if width > 1:
-            history = gather_state_rows(keep, at, flags)
+            history = gather_state_rows(keep, at, flags, torch.float32)
     out = torch.zeros_like(tokens, memory_format=torch.contiguous_format)
     for j, i in enumerate(live):
         begin, end = bounds[i]
-        window = torch.cat([history[j], tokens[begin:end].to(history.dtype)])
+        window = torch.cat([history[j], tokens[begin:end].float()])
         out[begin:end] = _convolve(window, weights, offset, silu).to(out.dtype)
         history[j] = window[len(window) - (width - 1) :]
     if keep is not None and at is not None and width > 1:
@@ -110,7 +110,7 @@ def update(
     for j, i in enumerate(live):
         begin, end = bounds[i]
         history = pages[j, offsets[i] : offsets[i] + width - 1]
-        window = torch.cat([history, tokens[begin:end].to(history.dtype)])
+        window = torch.cat([history.float(), tokens[begin:end].float()])
         results.append(_convolve(window, weights, offset, silu).to(x.dtype))
         kept = window[1:] if num_accepted_tokens is not None else window[len(window) - (width - 1) :]
         pages[j, : len(kept)] = kept
@@ -121,8 +121,8 @@ def update(
 
 
 def _convolve(window: Tensor, weights: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    """(tokens, channels) in float32 from a window (width-1 + tokens, channels)."""
-    windows = window.float().unfold(0, len(weights), 1)
+    """(tokens, channels) from a window (width-1 + tokens, channels), all float32."""
+    windows = window.unfold(0, len(weights), 1)
     y = (windows * weights.T).sum(-1)
     if bias is not None:
         y = y + bias

@@ -9,7 +9,7 @@ For each value head, with state S (value dim, key dim), decay a = exp(g), rate b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -23,9 +23,9 @@ L2NORM_EPSILON = 1e-6
 
 
 def l2_normalized(x: Tensor) -> Tensor:
-    """x over the root of its last dimension's sum of squares, in x's type."""
+    """x over the root of its last dimension's sum of squares, in float32."""
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2NORM_EPSILON)).to(x.dtype)
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2NORM_EPSILON)
 
 
 def recurrent(
@@ -45,7 +45,7 @@ def recurrent(
     q, k = _repeated_heads(query, key, value)
     _check_state(state, key, value)
     rates, decays, key_decays = _per_token(beta, g, gk, key, value)
-    slots = _Slots(ssm_state_indices, actual_seq_lengths, num_accepted_tokens, len(value))
+    slots = Slots(ssm_state_indices, actual_seq_lengths, num_accepted_tokens, len(value))
     reads = slots.reads()
     live = [i for i, slot in enumerate(reads) if slot >= 0 and slots.lengths[i] > 0]
     device = state.device
@@ -73,6 +73,7 @@ def recurrent(
     return out
 
 
+@torch.no_grad()
 def chunked_gated_delta_rule(
     query: Tensor,
     key: Tensor,
@@ -149,11 +150,12 @@ def _chunk(parts: Sequence[Tensor], s: Tensor) -> tuple[Tensor, Tensor]:
     return y, since[:, -1:, :] * s + (left * u).mT @ k
 
 
-class _Slots:
+class Slots:
     """Which page each sequence reads, and each token writes.
 
     `indices` is one page a token (tokens,), all sequences behind each other, or a table (sequences, most tokens). `lengths` may
-    begin with the first sequence's start, a 0, as vLLM-Ascend gives it.
+    begin with the first sequence's start, a 0, as vLLM-Ascend gives it. A page is written by one sequence only, which may write
+    it several times: its last token's state stays.
     """
 
     def __init__(self, indices: Tensor, lengths: Tensor, accepted: Tensor | None, tokens: int) -> None:
@@ -171,8 +173,8 @@ class _Slots:
             raise StateError(f"ssm_state_indices of shape {tuple(indices.shape)}: must be (tokens,) or (sequences, tokens)")
         if sequences is not None and len(self.lengths) == sequences + 1 and self.lengths[0] == 0:
             del self.lengths[0]
-        self._check(sequences, tokens)
         self.starts = [sum(self.lengths[:i]) for i in range(len(self.lengths))]
+        self._check(sequences, tokens)
 
     def _check(self, sequences: int | None, tokens: int) -> None:
         lengths = self.lengths
@@ -191,14 +193,41 @@ class _Slots:
                 raise StateError(f"sequence {i} accepted {count} tokens of {room} with a state")
             if self._table is not None and length > room:
                 raise StateError(f"sequence {i} has {length} tokens, its row of the table {room} pages")
+        writers: dict[int, int] = {}
+        reads = self.reads()
+        for i, step in self.steps():
+            slot = self.write(i, step) if reads[i] >= 0 else -1
+            if slot >= 0 and writers.setdefault(slot, i) != i:
+                raise StateError(f"sequences {writers[slot]} and {i} both write page {slot}: each page may have one writer")
+
+    def steps(self) -> Iterator[tuple[int, int]]:
+        """Every token, as its sequence and its place in it."""
+        return ((i, step) for i, length in enumerate(self.lengths) for step in range(length))
+
+    def packed(self) -> tuple[list[int], list[int]]:
+        """The pages that tokens read or write, and for each index, as if flat, its page's place among them, from 1.
+
+        A negative page is a spare one of a sequence, for what is not kept of it; padding has nothing else. Indices that no
+        token uses have place 0, whatever they say.
+        """
+        width = None if self._table is None else len(self._table[0]) if self._table else 0
+        places = [0] * (len(self._flat) if self._table is None else len(self._table) * (width or 0))
+        packed: dict[int, int] = {}
+        reads = self.reads()
+        begins = [(i, self._begin(i)) for i, length in enumerate(self.lengths) if length]
+        for i, step in [*self.steps(), *begins]:
+            slot = self.write(i, step) if reads[i] >= 0 else -1
+            at = self.starts[i] + step if width is None else i * width + step
+            places[at] = packed.setdefault(slot if slot >= 0 else -1 - i, len(packed) + 1)
+        return list(packed), places
 
     def reads(self) -> Sequence[int]:
         """The page in which each sequence finds its state; -1 where it has no tokens."""
-        pages = []
-        for i, length in enumerate(self.lengths):
-            step = 0 if self._accepted is None else self._accepted[i] - 1
-            pages.append(self.write(i, step) if length else -1)
-        return pages
+        return [self.write(i, self._begin(i)) if length else -1 for i, length in enumerate(self.lengths)]
+
+    def _begin(self, sequence: int) -> int:
+        """The place of the token whose page the sequence begins from."""
+        return 0 if self._accepted is None else self._accepted[sequence] - 1
 
     def write(self, sequence: int, step: int) -> int:
         """The page in which a token leaves its state."""
