@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvactors.errors import LayoutError
 from kvactors.memory.overlaps import block_runs, first_meeting
-from kvactors.memory.strided import pages, payload_bytes, raw_bytes, strided, whole_blocks
+from kvactors.memory.strided import known, pages, payload_bytes, raw_bytes, strided, whole_blocks
 
 
 class KVOrder(StrEnum):
@@ -65,16 +65,16 @@ def attention_views(
     if not isinstance(raw, Tensor):
         if len(raw) != 2:
             raise LayoutError(f"attention: {len(raw)} allocations; give one for both, or one each for K and V")
-        lanes = [(raw[i], 0, _known(page_bytes, payloads[i])) for i in range(2)]
+        lanes = [(raw[i], 0, known(page_bytes, payloads[i])) for i in range(2)]
     elif order is KVOrder.LANES_FIRST:
         if payloads[0] != payloads[1]:
             raise LayoutError(
                 f"attention: lanes of {payloads} bytes a block cannot be the two halves of one allocation; give one each"
             )
         half = _half(raw, "attention")
-        lanes = [(raw, i * half, _known(page_bytes, payloads[i])) for i in range(2)]
+        lanes = [(raw, i * half, known(page_bytes, payloads[i])) for i in range(2)]
     else:
-        lanes = [(raw, i * payloads[0], _known(page_bytes, sum(payloads))) for i in range(2)]
+        lanes = [(raw, i * payloads[0], known(page_bytes, sum(payloads))) for i in range(2)]
         if (both := sum(payloads)) > lanes[0][2]:
             raise LayoutError(f"attention: {both} bytes of K and V in a page of {lanes[0][2]}; give pages of at least {both}")
     if blocks is None:
@@ -152,9 +152,9 @@ def combined_attention_view(
     steps = (kv_heads * head_dim * dtype.itemsize, head_dim * dtype.itemsize, dtype.itemsize)
     order = _order(order)
     if order is KVOrder.BLOCKS_FIRST:
-        page, lane, least = _known(page_bytes, 2 * payload), payload, 2 * payload
+        page, lane, least = known(page_bytes, 2 * payload), payload, 2 * payload
     else:
-        page, lane, least = _known(page_bytes, payload), _half(raw, "combined K/V"), payload
+        page, lane, least = known(page_bytes, payload), _half(raw, "combined K/V"), payload
     if blocks is None:
         blocks = _whole(raw, page, lane if order is KVOrder.LANES_FIRST else 0)
     if page < least:
@@ -190,7 +190,7 @@ def contiguous_attention_views(
     v_shape = (kv_heads, block_tokens, head_dim if head_dim_v is None else head_dim_v)
     k_bytes, v_bytes = payload_bytes(k_shape, dtype), payload_bytes(v_shape, dtype)
     payload = lead_bytes + k_bytes + v_bytes
-    page = _known(page_bytes, payload)
+    page = known(page_bytes, payload)
     if payload > page:
         raise LayoutError(f"attention: {payload} bytes of payload in a page of {page}; give pages of at least {payload}")
     if blocks is None:
@@ -247,7 +247,3 @@ def _whole(raw: Tensor, page_bytes: int, half: int) -> int:
             f"attention: {nbytes} bytes of {what} are no whole number of pages of {page_bytes} bytes; give the number of blocks"
         )
     return nbytes // page_bytes
-
-
-def _known(page_bytes: int | None, otherwise: int) -> int:
-    return otherwise if page_bytes is None else page_bytes

@@ -32,7 +32,7 @@ from kvactors.memory.attention import (
 from kvactors.memory.observe import tell_attention, tell_states
 from kvactors.memory.overlaps import block_runs, first_meeting
 from kvactors.memory.states import contiguous_state_views, state_views
-from kvactors.memory.strided import payload_bytes, raw_bytes, strided, typed
+from kvactors.memory.strided import known, payload_bytes, raw_bytes, strided, typed
 
 Views: TypeAlias = Tensor | tuple[Tensor, ...]
 Raw: TypeAlias = Tensor | tuple[Tensor, ...]
@@ -303,7 +303,7 @@ def _attention_layer(
     """K and V; in a tuple each lane's head comes from its own allocation (MLA's two parts differ), a scale last."""
     dtype: torch.dtype = spec.dtype
     heads, tokens = int(spec.num_kv_heads), int(spec.block_size)
-    k_dim, v_dim = int(spec.head_size), int(_known(getattr(spec, "head_size_v", None), spec.head_size))
+    k_dim, v_dim = int(spec.head_size), int(known(getattr(spec, "head_size_v", None), spec.head_size))
     if isinstance(memory, Tensor):
         if not v_dim:  # one latent vector stands for K and V (MLA)
             page = int(spec.page_size_bytes)
@@ -363,10 +363,6 @@ def _attention_layer(
 def _in_token_order(view: Tensor) -> Tensor:
     blocks, heads, tokens, head = view.shape
     return view.as_strided((blocks, tokens, heads, head), (view.stride(0), heads * head, head, 1), view.storage_offset())
-
-
-def _known(value: int | None, otherwise: int) -> int:
-    return otherwise if value is None else value
 
 
 def _lead_bytes(specs: Mapping[str, tuple[int, Any]], raw: Mapping[str, Raw], memory: Raw, spec: Any) -> int:

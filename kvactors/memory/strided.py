@@ -112,6 +112,11 @@ def pages(
     return strided(raw, dtype, (blocks, *inner), (page_bytes, *steps), offset_bytes, what)
 
 
+def known(value: int | None, otherwise: int) -> int:
+    """What was said, or what holds unless it is."""
+    return otherwise if value is None else value
+
+
 def whole_blocks(raw: Tensor, page_bytes: int, what: str) -> int:
     """How many pages an allocation holds.
 

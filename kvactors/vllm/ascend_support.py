@@ -100,9 +100,6 @@ def _of_layers(runner: Any, config: Any, raw: Mapping[str, Raw]) -> Iterator[str
     specs = layer_specs(config)
     pages: dict[int, tuple[str, int]] = {}
     for name, memory in raw.items():
-        if name not in specs:
-            yield f"{name}, a layer that no cache group has"
-            continue
         spec = specs[name][1]
         parts = memory if isinstance(memory, tuple | list) else (memory,)
         first, page = pages.setdefault(parts[0].data_ptr(), (name, int(spec.page_size_bytes)))

@@ -100,6 +100,8 @@ class StandInRunner:
         self.specs = specs
         self.runner_only_attn_layers: set[str] = settings.pop("runner_only", set())
         self.use_aclgraph = self.use_sparse = self.use_compress = self.sparse_kv_offload_enabled = False
+        self.third_part = 0
+        """Bytes of a part of each layer's cache that no specification names."""
         self.kernel_block_sizes = [
             [0] if isinstance(next(iter(g.values())), StateSpec) else [next(iter(g.values())).block_size] for g in groups
         ]
@@ -149,6 +151,8 @@ class StandInRunner:
             else:
                 k = tensor.size * spec.head_size // (spec.head_size + spec.head_size_v)
                 made = (self._bytes(k), self._bytes(tensor.size - k))
+                if self.third_part:
+                    made = (*made, self._bytes(self.third_part))
             raw.update(dict.fromkeys(tensor.shared_by, made))
         return raw
 

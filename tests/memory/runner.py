@@ -45,10 +45,7 @@ def by_layer(
     rows = [tuple(row) for row in shared] + [(name,) for name in specs if not any(name in row for row in shared)]
     return SimpleNamespace(
         num_blocks=blocks,
-        kv_cache_groups=[
-            SimpleNamespace(layer_names=list(group), kv_cache_spec=SimpleNamespace(kv_cache_specs=dict(group)))
-            for group in groups
-        ],
+        kv_cache_groups=[_group(group) for group in groups],
         kv_cache_tensors=[
             SimpleNamespace(size=blocks * max(specs[name].page_size_bytes for name in row), shared_by=list(row)) for row in rows
         ],
@@ -85,10 +82,7 @@ def placed(
     return SimpleNamespace(
         num_blocks=blocks,
         kv_cache_layout="LBHNC",
-        kv_cache_groups=[
-            SimpleNamespace(layer_names=list(group), kv_cache_spec=SimpleNamespace(kv_cache_specs=dict(group)))
-            for group in groups
-        ],
+        kv_cache_groups=[_group(group) for group in groups],
         kv_cache_tensors=[
             SimpleNamespace(layers=[name], offset=offset, layer_stride=size, block_stride=stride, size=size)
             for name, (offset, stride) in places.items()

@@ -176,6 +176,12 @@ def test_padded_pages_are_not_split_into_kernel_blocks(views_on: type[Any]) -> N
         built(views_on, hybrid(kernel=[[2], [0]]))
 
 
+def test_a_layer_that_the_runner_gave_no_memory_is_refused_by_name(views_on: type[Any]) -> None:
+    runner = StandInRunner({"a.attn": attention(), "b.attn": attention(), "c.attn": attention()}, rows=[["b.attn"]])
+    with pytest.raises(ConfigError, match=rf"allocated no memory for a\.attn, c\.attn; unset {VIEWS}"):
+        built(views_on, runner)
+
+
 def test_the_runners_own_layers_have_no_cache(views_on: type[Any]) -> None:
     runner = StandInRunner({"a.attn": attention(), "encoder.attn": attention()}, runner_only={"encoder.attn"})
     assert list(built(views_on, runner)) == ["a.attn"]
@@ -341,6 +347,14 @@ REFUSED: list[tuple[Callable[[], StandInRunner], str]] = [
     (
         lambda: StandInRunner({"a.attn": attention(page=256), "s": states(128)}, rows=[["a.attn", "s"]]),
         r"s and a\.attn, which share memory with pages of 128 and 256 bytes",
+    ),
+    (
+        lambda: StandInRunner({"a.attn": SimpleNamespace(page_size_bytes=64, block_size=4, head_size=1, head_size_v=1)}),
+        r"the cache of a\.attn, a SimpleNamespace, which is neither attention nor a recurrent state",
+    ),
+    (
+        lambda: StandInRunner({"a.attn": attention()}, third_part=64),
+        r"the cache of a\.attn in 3 tensors, where K and V are two",
     ),
     (lambda: gqa(backend=Fractal), r"Fractal wants caches of shape \(3, 20, 128, 16\)"),
 ]
