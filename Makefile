@@ -37,7 +37,7 @@ test-state-index: setup
 
 # What a model runner gets: the views of its KV cache, and vLLM's own beside them.
 test-model-runner: setup
-	$(PYTEST) $(wildcard tests/memory/test_model_runner.py tests/memory/test_cache_views.py tests/vllm)
+	$(PYTEST) $(wildcard tests/memory/test_model_runner*.py tests/memory/test_cache_views.py tests/vllm)
 
 # The long runs: see docs/simulation.md.
 soak: setup

@@ -176,3 +176,8 @@ def hybrid(page: int = 128, **settings: Any) -> StandInRunner:
         rows=[["layers.0.linear_attn", "layers.1.attn"], ["layers.2.linear_attn", "layers.3.attn"]],
         **settings,
     )
+
+
+def built(views_on: type[Any], runner: StandInRunner) -> dict[str, Any]:
+    runner.__class__ = views_on
+    return runner.initialize_kv_cache_tensors()

@@ -1,19 +1,15 @@
-"""The plugin for vLLM-Ascend's model runner V1, on a stand-in: the views it makes, when it acts at all, what it refuses.
+"""The plugin for vLLM-Ascend's model runner V1, on a stand-in: the views it makes.
 
 No NPU and no vLLM is needed; on hardware nothing of this is verified.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
-import sys
 from collections.abc import Callable
 from copy import deepcopy
-from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,49 +17,21 @@ import torch
 
 from kvactors.errors import ConfigError, LayoutError
 from kvactors.memory import cache_views
-from kvactors.vllm import ascend_views
-from kvactors.vllm.ascend_support import ACCEPTS, GRAPHS, VIEWS
-from kvactors.vllm.ascend_views import METHOD, MODULE, RUNNER
+from kvactors.vllm.ascend_support import VIEWS
+from tests.memory import npu_plugin
 from tests.memory.npu_runner import (
-    ALIGNED,
     BLOCKS,
-    AttentionSpec,
-    Fractal,
     HeadMajor,
     StandInRunner,
     TokenMajor,
     attention,
+    built,
     gqa,
     hybrid,
     states,
 )
 
-
-@pytest.fixture
-def runner_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A vLLM-Ascend that is loaded, with a runner of its own."""
-    module = ModuleType(MODULE)
-    vars(module)[RUNNER] = type(RUNNER, (StandInRunner,), {METHOD: StandInRunner._reshape_kv_cache_tensors})
-    monkeypatch.setitem(sys.modules, "vllm_ascend", ModuleType("vllm_ascend"))
-    monkeypatch.setitem(sys.modules, MODULE, module)
-    return module
-
-
-@pytest.fixture
-def views_on(runner_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> type[Any]:
-    """The runner's class with the plugin applied."""
-    monkeypatch.setenv(VIEWS, "1")
-    ascend_views.register()
-    runner: type[Any] = vars(runner_module)[RUNNER]
-    return runner
-
-
-def built(views_on: type[Any], runner: StandInRunner) -> dict[str, Any]:
-    runner.__class__ = views_on
-    return runner.initialize_kv_cache_tensors()
-
-
-# -- the views, by arithmetic ----------------------------------------------------------------------------------------------
+runner_module, views_on = npu_plugin.runner_module, npu_plugin.views_on  # fixtures
 
 
 def address(
@@ -210,250 +178,3 @@ def test_each_layer_is_told_at_debug_as_its_operators_see_it(
         assert f"layer={name} " in line
         assert f"shape={[tuple(view.shape) for view in views]}" in line
         assert (f"mode={mode} " in line) == ("linear" not in name)
-
-
-# -- when it does anything -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", [None, "", "0", "true"])
-def test_it_does_nothing_unless_it_is_asked(
-    runner_module: ModuleType, monkeypatch: pytest.MonkeyPatch, value: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv(VIEWS, raising=False)
-    if value is not None:
-        monkeypatch.setenv(VIEWS, value)
-    method, finders = getattr(vars(runner_module)[RUNNER], METHOD), list(sys.meta_path)
-    ascend_views.register()
-    assert getattr(vars(runner_module)[RUNNER], METHOD) is method
-    assert sys.meta_path == finders
-    assert not caplog.records
-
-
-def test_twice_is_once(views_on: type[Any], caplog: pytest.LogCaptureFixture) -> None:
-    method = getattr(views_on, METHOD)
-    caplog.clear()
-    ascend_views.register()
-    assert getattr(views_on, METHOD) is method
-    assert not caplog.records
-
-
-def test_a_runner_that_is_not_loaded_yet_is_left_to_load_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The plugin imports nothing of vLLM-Ascend, whose own patches come first."""
-    package = tmp_path / "vllm_ascend"
-    (package / "worker").mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "worker" / "__init__.py").touch()
-    (package / "worker" / "model_runner_v1.py").write_text(
-        f"class {RUNNER}:\n    def {METHOD}(self, kv_cache_config, kv_cache_raw_tensors): ...\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv(VIEWS, "1")
-    finders = list(sys.meta_path)
-    try:
-        ascend_views.register()
-        ascend_views.register()
-        assert not any(name.startswith("vllm_ascend") for name in sys.modules)
-        assert len(sys.meta_path) == len(finders) + 1
-        assert find_spec(MODULE) is not None, "a look at it is no import"
-        module = importlib.import_module(MODULE)
-        assert getattr(getattr(vars(module)[RUNNER], METHOD), ascend_views.OURS)
-        assert sys.meta_path == finders
-    finally:
-        sys.meta_path[:] = finders
-        for name in [name for name in sys.modules if name.startswith("vllm_ascend")]:
-            del sys.modules[name]
-
-
-@pytest.mark.skipif(find_spec("vllm_ascend") is not None, reason="vLLM-Ascend is installed here")
-def test_without_vllm_ascend_it_warns_and_lets_vllm_live(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv(VIEWS, "1")
-    finders = list(sys.meta_path)
-    ascend_views.register()
-    assert "vLLM-Ascend is not installed here" in caplog.text
-    assert sys.meta_path == finders
-
-
-class OtherSignature:
-    def _reshape_kv_cache_tensors(self, kv_cache_config: Any, raw: Any, layout: Any) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("names", "says"),
-    [
-        ({}, f"has no {RUNNER}.{METHOD}"),
-        ({RUNNER: type(RUNNER, (), {})}, f"has no {RUNNER}.{METHOD}"),
-        ({RUNNER: OtherSignature}, f"{RUNNER}.{METHOD} of this vLLM-Ascend takes (self, kv_cache_config"),
-    ],
-)
-def test_an_unknown_runner_is_left_alone_with_a_warning(
-    runner_module: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    names: dict[str, Any],
-    says: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    del vars(runner_module)[RUNNER]
-    vars(runner_module).update(names)
-    monkeypatch.setenv(VIEWS, "1")
-    before = dict(vars(OtherSignature))
-    ascend_views.register()
-    assert says in caplog.text
-    assert "its own layout stays" in caplog.text
-    assert dict(vars(OtherSignature)) == before
-
-
-def test_vllm_finds_the_plugin() -> None:
-    import tomllib
-
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    module, _, function = project["entry-points"]["vllm.general_plugins"]["kvactors_ascend_views"].partition(":")
-    assert getattr(importlib.import_module(module), function) is ascend_views.register
-
-
-# -- what it refuses -------------------------------------------------------------------------------------------------------
-
-
-def compressed(**more: Any) -> StandInRunner:
-    return StandInRunner({"a.attn": attention(compress_ratio=4, **more)})
-
-
-class DeclaredSpec(AttentionSpec):
-    accepts_strided_kv_cache = True
-
-
-REFUSED: list[tuple[Callable[[], StandInRunner], str]] = [
-    (lambda: gqa(use_aclgraph=True), f"graph capture .*{GRAPHS}=1"),
-    (lambda: gqa(use_aclgraph=None, cudagraph_mode="FULL", enforce_eager=False), "graph capture"),
-    (lambda: gqa(use_sparse=True), "sparse attention"),
-    (lambda: StandInRunner({"a.attn": attention(cache_sparse_sfa_c8=True)}), r"the sparse cache of a\.attn"),
-    (lambda: StandInRunner({"a.attn": attention(cache_sparse_li_c8=False)}), r"the sparse cache of a\.attn"),
-    (lambda: gqa(use_compress=True), f"the compressed cache of layers.0.attn, whose AttentionSpec does not declare {ACCEPTS}"),
-    (compressed, f"the compressed cache of a.attn, whose AttentionSpec does not declare {ACCEPTS}"),
-    (lambda: StandInRunner({"a.attn": attention(tokens_per_state=2)}), r"the compressed cache of a\.attn"),
-    (lambda: gqa(sparse_kv_offload_enabled=True), "KV offload"),
-    (lambda: gqa(kv_offloading_size=4.0), "KV offload"),
-    (lambda: StandInRunner({"a.attn": attention(store_on_host=True)}), r"KV offload of a\.attn"),
-    (lambda: gqa(quant_config=SimpleNamespace(enable_fa_quant=True)), "fa_quant"),
-    (lambda: StandInRunner({"a.attn": attention(scale_dim=1)}), r"the quantised cache of a\.attn with its scales"),
-    (lambda: StandInRunner({"cache_only_layers.4.attn": attention()}), r"the hidden states in cache_only_layers\.4\.attn"),
-    (
-        lambda: StandInRunner(
-            {"a.attn": attention(heads=1, head=10, head_v=0, page=128), "s": states(128)}, rows=[["a.attn", "s"]]
-        ),
-        r"the latent vectors \(MLA\) of a\.attn in one tensor",
-    ),
-    (
-        lambda: StandInRunner({"a.attn": attention(page=256), "s": states(128)}, rows=[["a.attn", "s"]]),
-        r"s and a\.attn, which share memory with pages of 128 and 256 bytes",
-    ),
-    (
-        lambda: StandInRunner({"a.attn": SimpleNamespace(page_size_bytes=64, block_size=4, head_size=1, head_size_v=1)}),
-        r"the cache of a\.attn, a SimpleNamespace, which is neither attention nor a recurrent state",
-    ),
-    (
-        lambda: StandInRunner({"a.attn": attention()}, third_part=64),
-        r"the cache of a\.attn in 3 tensors, where K and V are two",
-    ),
-    (lambda: gqa(backend=Fractal), r"Fractal wants caches of shape \(3, 20, 128, 16\)"),
-]
-
-
-@pytest.mark.parametrize(("make", "says"), REFUSED, ids=range(len(REFUSED)))
-def test_what_is_not_known_to_take_the_views_is_refused_by_name(
-    views_on: type[Any], make: Callable[[], StandInRunner], says: str
-) -> None:
-    runner = make()
-    before = repr(vars(runner))
-    with pytest.raises(ConfigError, match=says) as caught:
-        built(views_on, runner)
-    assert f"unset {VIEWS}" in str(caught.value)
-    del runner.raw
-    assert repr(vars(runner)) == before
-
-
-def test_all_that_stands_against_the_views_is_named_at_once(views_on: type[Any]) -> None:
-    with pytest.raises(ConfigError, match=r"graph capture.*; sparse attention; KV offload"):
-        built(views_on, gqa(use_aclgraph=True, use_sparse=True, kv_offloading_size=1.0))
-
-
-def test_graphs_have_a_switch_of_their_own(views_on: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GRAPHS, "1")
-    assert built(views_on, gqa(use_aclgraph=True))
-
-
-def test_eager_runs_have_no_graphs_whatever_their_mode(views_on: type[Any]) -> None:
-    assert built(views_on, gqa(use_aclgraph=None, cudagraph_mode="FULL", enforce_eager=True))
-
-
-def test_a_compressed_cache_may_declare_that_its_specification_is_physical(views_on: type[Any]) -> None:
-    k, v = built(views_on, compressed(kind=DeclaredSpec))["a.attn"]
-    assert k.shape == v.shape == (BLOCKS, 2, 4, 6)
-
-
-# -- connectors ------------------------------------------------------------------------------------------------------------
-
-
-class Undeclared:
-    """A connector that says nothing of strided caches."""
-
-
-class Declared:
-    accepts_strided_kv_cache = True
-
-
-class MultiConnector:
-    def __init__(self, *connectors: Any) -> None:
-        self._connectors = list(connectors)
-
-
-def with_connector(monkeypatch: pytest.MonkeyPatch, connector: Any, role: str = "kv_both") -> SimpleNamespace:
-    """vLLM's state of the connector in this process; the configuration that belongs to it."""
-    agents: Any = ModuleType("vllm.distributed.kv_transfer")
-    agents.has_kv_transfer_group = lambda: connector is not None
-    agents.get_kv_transfer_group = lambda: connector
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, "vllm.distributed", ModuleType("vllm.distributed"))
-    monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer", agents)
-    return SimpleNamespace(kv_connector=type(connector).__name__, kv_role=role)
-
-
-@pytest.mark.parametrize("make", [gqa, hybrid])
-def test_a_connector_that_declared_it_gets_the_views_on_aligned_memory(
-    views_on: type[Any], monkeypatch: pytest.MonkeyPatch, make: Callable[..., StandInRunner]
-) -> None:
-    runner = make(transfer=with_connector(monkeypatch, Declared()))
-    k = built(views_on, runner)["layers.1.attn"][0]
-    assert k.data_ptr() % ALIGNED == 0
-    assert k.storage_offset() > 0 or k.untyped_storage().data_ptr() % ALIGNED == 0
-
-
-@pytest.mark.parametrize("role", ["kv_both", "kv_producer", "kv_consumer"])
-@pytest.mark.parametrize(
-    "connector",
-    [Undeclared(), MultiConnector(Declared(), Undeclared()), MultiConnector(Declared(), MultiConnector(Undeclared()))],
-    ids=["alone", "one of two", "nested"],
-)
-def test_a_connector_that_did_not_is_refused_whether_for_a_store_or_for_prefill_and_decode(
-    views_on: type[Any], monkeypatch: pytest.MonkeyPatch, connector: Any, role: str
-) -> None:
-    transfer = with_connector(monkeypatch, connector, role)
-    with pytest.raises(ConfigError, match=rf"KV connector Undeclared \({role}\), which does not declare {ACCEPTS}"):
-        built(views_on, gqa(transfer=transfer))
-
-
-def test_several_connectors_that_all_declared_it_are_taken(views_on: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert built(views_on, gqa(transfer=with_connector(monkeypatch, MultiConnector(Declared(), Declared()))))
-
-
-def test_a_connector_that_is_not_there_yet_cannot_be_asked(views_on: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="which is not there yet"):
-        built(views_on, gqa(transfer=with_connector(monkeypatch, None)))
-
-
-@pytest.mark.parametrize("value", [1, "yes", None])
-def test_a_declaration_is_true_and_nothing_else(views_on: type[Any], monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
-    connector = type("Undeclared", (), {ACCEPTS: value})()
-    with pytest.raises(ConfigError, match="does not declare"):
-        built(views_on, gqa(transfer=with_connector(monkeypatch, connector)))
