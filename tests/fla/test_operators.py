@@ -205,6 +205,19 @@ def test_a_sequence_that_begins_nowhere_is_padding_on_a_padded_state() -> None:
     assert result[1].any()
 
 
+def test_a_batch_of_padding_alone() -> None:
+    x, weight, q, v = torch.randn(2, CHANNELS), torch.randn(3, CHANNELS), torch.randn(2, 1, 4), torch.randn(2, 2, 4)
+    places, lengths, slots = ints(0, 1, 2), ints(1, 1), ints(-1, 0)
+    both(lambda state: causal_conv1d_fn(x, weight, None, state, places, slots), (2, CHANNELS), False)
+    both(lambda state: causal_conv1d_update(x.clone(), state, weight, conv_state_indices=slots), (2, CHANNELS), False)
+    rule = recurrent_gated_delta_rule
+    both(
+        lambda state: rule(q, q, v, state, actual_seq_lengths=lengths, ssm_state_indices=ints(-1, -1)),
+        ROW,
+        False,
+    )
+
+
 def refused_before_the_library(says: str, shape: tuple[int, ...], act: Any) -> None:
     library, pages = Library(), padded_pages(6, shape, torch.float32)
     before = pages.raw.clone()

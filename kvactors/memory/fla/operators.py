@@ -237,7 +237,8 @@ def recurrent_gated_delta_rule(
         scale: of the query.
         actual_seq_lengths: (sequences,), tokens of each, or (sequences+1,) with a 0 before them, as vLLM-Ascend builds it.
         ssm_state_indices: (tokens,), or a table (sequences, most tokens): the page each token writes. A sequence begins from
-            the page of its first token. Negative = the token's state is not kept; a sequence that would begin there is padding.
+            the page of its first token. Tokens of one sequence may share a page, where the last one's state stays; two
+            sequences may not. Negative = the token's state is not kept; a sequence that would begin there is padding.
             AscendC's operator takes no negative page: there, padding is a sequence without tokens.
         num_accepted_tokens: (sequences,), of the last call's tokens: the sequence begins from that token's page instead.
         g, gk: logarithms of decays, (tokens, value heads) and (tokens, value heads, key dim); None = no decay.
