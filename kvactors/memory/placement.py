@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -308,28 +309,12 @@ def _attention_layer(
         if not v_dim:  # one latent vector stands for K and V (MLA)
             page = int(spec.page_size_bytes)
             return (lane_view(memory, dtype, blocks, (heads, tokens, k_dim), page, 0, name, kernel_tokens),)
-        if contiguous:
-            return contiguous_attention_views(
-                memory,
-                blocks=blocks,
-                block_tokens=tokens,
-                kv_heads=heads,
-                head_dim=k_dim,
-                head_dim_v=v_dim,
-                dtype=dtype,
-                lead_bytes=lead_bytes,
-            )
-        return attention_views(
-            memory,
-            blocks=blocks,
-            block_tokens=tokens,
-            kv_heads=heads,
-            head_dim=k_dim,
-            head_dim_v=v_dim,
-            dtype=dtype,
-            page_bytes=int(spec.page_size_bytes),
-            kernel_tokens=kernel_tokens,
+        lay = (
+            partial(contiguous_attention_views, lead_bytes=lead_bytes)
+            if contiguous
+            else partial(attention_views, page_bytes=int(spec.page_size_bytes), kernel_tokens=kernel_tokens)
         )
+        return lay(memory, blocks=blocks, block_tokens=tokens, kv_heads=heads, head_dim=k_dim, head_dim_v=v_dim, dtype=dtype)
     split = 1 if kernel_tokens is None else kernel_blocks_per_block(tokens, kernel_tokens)
     scaled = bool(getattr(spec, "scale_dim", 0))
     parts = len(memory) - scaled

@@ -13,22 +13,20 @@ from kvactors.core.store import Store
 from kvactors.errors import KVActorsError
 from kvactors.replay.interrupts import Interrupts
 from kvactors.replay.local_pool import LocalPool
-from kvactors.stores import FaultyStore, MooncakeStore
+from kvactors.stores import FaultyStore
 
 SAY_AFTER_S = 1.0
 """Who looks on is told after so long that leaving takes its time."""
 
 _never_freed: list[LocalPool] = []
 """pools that a store call may still touch"""
-_never_closed: list[Store] = []
-"""stores that were not closed, because nothing could have ended that"""
 _cut_short: list[str] = []
 """names of the stores that a signal kept from being left"""
 
 
 def left_in_a_hurry() -> bool:
-    """Whether a replay of this process did not leave its store as it should: then end the process by `os._exit`."""
-    return bool(_never_closed or _cut_short)
+    """Whether a signal kept a replay of this process from leaving its store: then end the process by `os._exit`."""
+    return bool(_cut_short)
 
 
 async def leave(pool: LocalPool, store: Store, interrupts: Interrupts | None, on_waiting: Callable[[], None] | None) -> bool:
@@ -61,22 +59,12 @@ def leave_now(pool: LocalPool, store: Store) -> None:
     if isinstance(store, FaultyStore):
         for gate in store.gates:
             store.release(gate)
-    for step in (partial(pool.unregister, store), partial(_close, store)):
+    for step in (partial(pool.unregister, store), store.close):
         try:
             step()
         except KVActorsError:
             # A store that was killed by a fault plan answers like that, and one whose calls do not return.
             _never_freed.append(pool)
-
-
-def _close(store: Store) -> None:
-    """Closes a store. The native close of Mooncake stops the whole interpreter until its time-outs have passed (twice 30 s on
-    a master that is frozen), so that no signal is heard: without a master it is left to the end of the process."""
-    real = store.store if isinstance(store, FaultyStore) else store
-    if isinstance(real, MooncakeStore) and not real.health().ok:
-        _never_closed.append(real)
-    else:
-        store.close()
 
 
 def _further(interrupts: Interrupts | None, act: Callable[[], None]) -> AbstractContextManager[None]:

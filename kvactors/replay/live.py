@@ -17,6 +17,7 @@ from kvactors.replay.leaving import left_in_a_hurry
 from kvactors.replay.plan import Plan
 from kvactors.replay.run import Ground, Outcome, Watchers, play_plan
 from kvactors.stores import FaultyStore, LocalMaster, open_store
+from kvactors.stores.mooncake.client import clients_left_open
 
 LEAVE_S = 5.0
 """How long a run waits for calls under way when it leaves a pool: it is over, and its memory is never used again."""
@@ -44,7 +45,9 @@ def _open(plan: Plan, clock: Clock, stack: contextlib.ExitStack) -> Store:
         store = open_store("memory", capacity=options.capacity, clock=clock)
     elif options.local_master:
         master = stack.enter_context(LocalMaster())
-        stack.callback(lambda: master.kill() if left_in_a_hurry() else None)  # one that is frozen would be waited for
+        stack.callback(
+            lambda: master.kill() if left_in_a_hurry() or clients_left_open() else None
+        )  # one that is frozen would be waited for
         segment = LOCAL_CAPACITY if options.capacity is None else options.capacity
         store = open_store("mooncake", clock=clock, config=master.config(global_segment_size=segment, close_deadline_s=LEAVE_S))
     else:

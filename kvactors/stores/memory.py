@@ -10,14 +10,15 @@ answers instead: a superseded or removed object is pinned while a range is in fl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvactors.core.clock import Clock
 from kvactors.core.store import Health, Outcome, RangeBatch
 from kvactors.errors import ConfigError, StoreError
+from kvactors.stores.arguments import check_shapes, paired
 from kvactors.stores.pool import MemoryPool, PutSessions, State, StoredObject
-from kvactors.stores.ranges import RangeCall, Reading, check_shapes
+from kvactors.stores.ranges import RangeCall, Reading
 from kvactors.stores.regions import Regions
 
 _WAS_CLOSED = "the memory store was closed"
@@ -102,7 +103,7 @@ class MemoryStore:
         watermark, has then been made by evicting least recently used objects, so that an immediate retry works
         unless leases, reads in flight or open puts hold the memory.
         """
-        nbytes = _paired(keys, sizes)
+        nbytes = paired(keys, sizes)
         pool = self.pool
         answers: list[Outcome] = []
         missing = 0
@@ -176,7 +177,7 @@ class MemoryStore:
 
         OK, NOT_FOUND, NOT_READY (being written), SIZE_MISMATCH (stored with another size; no session, no lease).
         """
-        nbytes = _paired(keys, sizes)
+        nbytes = paired(keys, sizes)
         pool = self.pool
         answers: list[Outcome] = []
         with pool.changed:
@@ -445,10 +446,3 @@ class MemoryStore:
                     pool.end_session(held)
                     answers[i] = Outcome.NOT_OWNER
             return answers
-
-
-def _paired(keys: Sequence[str], sizes: Iterable[int]) -> list[int]:
-    nbytes = [int(size) for size in sizes]
-    if len(nbytes) != len(keys):
-        raise StoreError(f"{len(keys)} keys but {len(nbytes)} sizes; give one size per key")
-    return nbytes

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvactors.core.store import Addresses, Outcome, RangeBatch
-from kvactors.errors import StoreError
 from kvactors.stores.copying import HIGHEST, copy_rows, copy_table
 from kvactors.stores.pool import StoredObject
 from kvactors.stores.regions import Regions
@@ -71,21 +68,6 @@ class RangeCall:
             _copy_pieces(used[i], addresses[i], sizes, offsets, into_objects)
         for i in np.flatnonzero(good).tolist():
             self.answers[self.rows[i]] = Outcome.OK
-
-
-def check_shapes(batch: RangeBatch) -> None:
-    """StoreError unless the batch's arrays have the shapes and the type that `RangeBatch` names."""
-    if not all(isinstance(a, np.ndarray) for a in (batch.addresses, batch.sizes, batch.offsets)):
-        raise StoreError("addresses, sizes and offsets of a batch must be numpy arrays")
-    n, r = len(batch.keys), len(batch.sizes)
-    arrays: tuple[npt.NDArray[Any], ...] = (batch.addresses, batch.sizes, batch.offsets)
-    if batch.addresses.shape != (n, r) or batch.offsets.shape != (r,) or batch.sizes.shape != (r,):
-        raise StoreError(
-            f"a batch of {n} keys and {r} sizes needs addresses of shape ({n}, {r}) and offsets of shape ({r},), "
-            f"not {batch.addresses.shape} and {batch.offsets.shape}"
-        )
-    if any(array.dtype != np.int64 for array in arrays):
-        raise StoreError("addresses, sizes and offsets of a batch must be int64")
 
 
 def _copy_pieces(one: StoredObject, addresses: Addresses, sizes: Addresses, offsets: Addresses, into: bool) -> None:

@@ -34,8 +34,8 @@ class _Waiting(MetaPathFinder):
     def find_spec(
         self,
         fullname: str,
-        path: Sequence[str] | None = None,  # noqa: ARG002
-        target: ModuleType | None = None,  # noqa: ARG002
+        path: Sequence[str] | None = None,  # noqa: ARG002 - part of the finders' protocol
+        target: ModuleType | None = None,  # noqa: ARG002 - part of the finders' protocol
     ) -> ModuleSpec | None:
         if fullname != self.name or self.asking:
             return None
@@ -53,5 +53,5 @@ class _Waiting(MetaPathFinder):
                 sys.meta_path.remove(self)
                 self.then(module)
 
-            loader.exec_module = exec_module  # type: ignore[method-assign]
+            loader.exec_module = exec_module  # type: ignore[method-assign]  # this one loader, for this one module
         return spec

@@ -45,7 +45,7 @@ class Audit:
     def __init__(self) -> None:
         self.clock, self.yes = ManualClock(), Yes()
         config = EngineConfig(max_transfer_blocks=2, max_transfer_bytes=64)
-        self.store = AuditedStore(self.yes, self.clock, config)  # type: ignore[arg-type]
+        self.store = AuditedStore(self.yes, self.clock, config)  # type: ignore[arg-type]  # it has what the audit calls, and no more
 
     def put(self, *keys: str) -> None:
         self.store.put_open(keys, [32] * len(keys))

@@ -128,7 +128,7 @@ def test_a_missing_base_is_named() -> None:
 )
 def test_a_bad_option_is_named(options: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        EngineConfig(**options)  # type: ignore[arg-type]
+        EngineConfig(**options)  # type: ignore[arg-type]  # what is wrong with it is the point
 
 
 @given(layouts, st.integers(1, 900))

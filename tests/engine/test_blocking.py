@@ -201,4 +201,4 @@ def test_misuse_is_harmless_or_typed(rig: BlockingRig) -> None:
     rig.blocking.release("nobody")
     rig.blocking.forget("nobody")
     with pytest.raises(StepError):
-        rig.blocking.load("a", rig.request("a", fine, load={0: [0]}).groups, ["no bytes"])  # type: ignore[list-item]
+        rig.blocking.load("a", rig.request("a", fine, load={0: [0]}).groups, ["no bytes"])  # type: ignore[list-item]  # what is wrong with it is the point

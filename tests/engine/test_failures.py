@@ -357,7 +357,7 @@ async def test_an_abort_does_not_wait_for_events() -> None:
         (GroupBlocks(list(range(73)), (), (72,)), "cover only 2 blocks"),
         (GroupBlocks([1, 2], (-1,)), "start at 0"),
         (GroupBlocks([1, 2], (), (0, 0)), "twice"),
-        (GroupBlocks([1, 2], ("x",)), "something else"),  # type: ignore[arg-type]
+        (GroupBlocks([1, 2], ("x",)), "something else"),  # type: ignore[arg-type]  # what is wrong with it is the point
     ],
 )
 async def test_a_request_with_bad_block_lists_is_left_out_and_the_others_go_on(blocks: GroupBlocks, said: str) -> None:
@@ -397,7 +397,7 @@ async def test_a_fatal_error_in_a_worker_reaches_every_waiter_and_the_pool_keeps
                 raise SystemExit("a worker must survive this")
             return real(batch)
 
-        rig.memory.get_ranges = fatal  # type: ignore[method-assign]
+        rig.memory.get_ranges = fatal  # type: ignore[method-assign]  # a stand-in for one call
         requests = [rig.request(f"r{n}", fine, load={0: [0, 1]}, first_id=10 * n + 1) for n in range(3)]
         for _ in range(2):
             step, failed = await rig.run(*requests)

@@ -208,9 +208,9 @@ async def test_a_failure_on_no_layer_of_the_stage_is_refused(layer: object) -> N
         request = rig.request("a", hashes(1), save={0: [0]})
         step = rig.engine.begin_step([request])
         with pytest.raises(StepError, match="0 to 1"):
-            step.fail("a", layer, "another rank's load failed")  # type: ignore[arg-type]
+            step.fail("a", layer, "another rank's load failed")  # type: ignore[arg-type]  # what is wrong with it is the point
         with pytest.raises(StepError, match="Phase"):
-            step.layer_ready(0, phase="exit")  # type: ignore[arg-type]
+            step.layer_ready(0, phase="exit")  # type: ignore[arg-type]  # what is wrong with it is the point
         await step.abort()
         await rig.engine.release("a", ReleaseReason.ABORTED)
 

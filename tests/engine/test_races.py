@@ -415,7 +415,7 @@ async def test_the_answer_of_a_lost_call_stands_before_its_late_return() -> None
         if gate.arrived.is_set():
             returned.set()
 
-    rig.engine._pool.finish = finish  # type: ignore[method-assign]
+    rig.engine._pool.finish = finish  # type: ignore[method-assign]  # a stand-in for one call
     async with rig:
         fine = hashes(1)
         await rig.save("w", fine)
@@ -520,15 +520,15 @@ async def test_one_failed_open_is_cleaned_up_by_one_call() -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        StepRequest("a", "not hashes", {}),  # type: ignore[arg-type]
-        StepRequest("a", [1, 2], {}),  # type: ignore[list-item]
-        StepRequest("a", hashes(2), {0: GroupBlocks(["7", 1], (), (0,))}),  # type: ignore[list-item]
-        StepRequest("a", hashes(2), {0: GroupBlocks([None, 1], (), (0,))}),  # type: ignore[list-item]
-        StepRequest("a", hashes(2), {0: GroupBlocks([1.7, 1], (), (0,))}),  # type: ignore[list-item]
+        StepRequest("a", "not hashes", {}),  # type: ignore[arg-type]  # what is wrong with it is the point
+        StepRequest("a", [1, 2], {}),  # type: ignore[list-item]  # what is wrong with it is the point
+        StepRequest("a", hashes(2), {0: GroupBlocks(["7", 1], (), (0,))}),  # type: ignore[list-item]  # what is wrong with it is the point
+        StepRequest("a", hashes(2), {0: GroupBlocks([None, 1], (), (0,))}),  # type: ignore[list-item]  # what is wrong with it is the point
+        StepRequest("a", hashes(2), {0: GroupBlocks([1.7, 1], (), (0,))}),  # type: ignore[list-item]  # what is wrong with it is the point
         StepRequest("a", hashes(2), {0: GroupBlocks([2**70, 1], (), (0,))}),
         StepRequest("a", hashes(2), {0: GroupBlocks([-5, 1], (), (0, 1))}),
-        StepRequest("a", hashes(2), {0: (1, 2)}),  # type: ignore[dict-item]
-        StepRequest("a", hashes(2), {0: GroupBlocks([1, 2], (), (0,))}, "soon"),  # type: ignore[arg-type]
+        StepRequest("a", hashes(2), {0: (1, 2)}),  # type: ignore[dict-item]  # what is wrong with it is the point
+        StepRequest("a", hashes(2), {0: GroupBlocks([1, 2], (), (0,))}, "soon"),  # type: ignore[arg-type]  # what is wrong with it is the point
         StepRequest("a", hashes(2), {9: GroupBlocks([1, 2])}),
     ],
 )
@@ -551,19 +551,19 @@ async def test_calls_with_arguments_that_make_no_sense_are_refused() -> None:
         step = rig.engine.begin_step([])
         for layer in (-1, 2, 99, "x", None, 1.5):
             with pytest.raises(StepError):
-                await step.wait_layer(layer)  # type: ignore[arg-type]
+                await step.wait_layer(layer)  # type: ignore[arg-type]  # what is wrong with it is the point
             with pytest.raises(StepError):
-                step.layer_ready(layer)  # type: ignore[arg-type]
+                step.layer_ready(layer)  # type: ignore[arg-type]  # what is wrong with it is the point
         for bad in (float("nan"), float("inf"), 0, "soon"):
             with pytest.raises(ConfigError):
-                await rig.engine.lookup(hashes(1), 17, bad)  # type: ignore[arg-type]
+                await rig.engine.lookup(hashes(1), 17, bad)  # type: ignore[arg-type]  # what is wrong with it is the point
             with pytest.raises(ConfigError):
-                await rig.engine.drain(bad)  # type: ignore[arg-type]
+                await rig.engine.drain(bad)  # type: ignore[arg-type]  # what is wrong with it is the point
         for tokens in (-1, None, "64", 1.5):
             with pytest.raises(ConfigError):
-                await rig.engine.lookup(hashes(1), tokens)  # type: ignore[arg-type]
+                await rig.engine.lookup(hashes(1), tokens)  # type: ignore[arg-type]  # what is wrong with it is the point
         with pytest.raises(ConfigError):
-            await rig.engine.release("a", "weird")  # type: ignore[arg-type]
+            await rig.engine.release("a", "weird")  # type: ignore[arg-type]  # what is wrong with it is the point
         with pytest.raises(StepError):
             await rig.engine.load("a", {0: GroupBlocks([-7], (0,))}, hashes(1))
         await step.end()

@@ -115,7 +115,7 @@ def test_scale_rounds_up_to_16_and_keeps_padding_and_geometry() -> None:
     assert scale(layout, 1) is layout
     for bad in (0, -1, 1.5):
         with pytest.raises(LayoutError, match="scale"):
-            scale(layout, bad)  # type: ignore[arg-type]
+            scale(layout, bad)  # type: ignore[arg-type]  # what is wrong with it is the point
 
 
 def test_llama_scaled_for_the_full_traces() -> None:

@@ -71,7 +71,7 @@ def placed_state_spec(nbytes: int) -> SimpleNamespace:
         state_content_size_bytes=nbytes,
         shapes=((nbytes,),),
         dtypes=(torch.int8,),
-        get_num_kernel_states=lambda kernel_tokens: 1,  # noqa: ARG005
+        get_num_kernel_states=lambda kernel_tokens: 1,  # noqa: ARG005 - as vLLM names it
     )
 
 

@@ -159,7 +159,7 @@ def test_a_tensor_may_have_a_number_of_blocks_of_its_own() -> None:
     config = hybrid_buffer()
     config.num_blocks_of = lambda tensor: 3 if tensor.layers == ["b"] else 5
     views = cache_views(config, allocate_kv_cache(config))
-    assert [views[name].shape[0] for name in "abs"] == [5, 3, 5]  # type: ignore[union-attr]
+    assert [views[name].shape[0] for name in "abs"] == [5, 3, 5]  # type: ignore[union-attr]  # one view each
 
 
 @pytest.mark.parametrize("order", ["".join(p) for p in itertools.permutations("HNC") if p[2] == "C"])

@@ -91,7 +91,7 @@ class GdnWorker(Worker):
             if layer not in STATE_LAYERS:
                 self.compute(layer, request, fine)
             step.layer_ready(layer, phase=Phase.ENTRY)
-            await quiet(self)  # type: ignore[arg-type]
+            await quiet(self)  # type: ignore[arg-type]  # it asks for the engine alone
             if layer in STATE_LAYERS:
                 self.compute(layer, request, fine)
             step.layer_ready(layer)

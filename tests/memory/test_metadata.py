@@ -69,7 +69,7 @@ def layouts() -> dict[str, tuple[Tensor, Tensor]]:
         "contiguous": cache_views(tall, allocate_kv_cache(tall), contiguous=True)["a"],
         "tuple": cache_views(by_layer(BLOCKS, [{"a": dense}]), {"a": (raw(BLOCKS * 48), raw(BLOCKS * 48))})["a"],
         "buffer": (one[..., :3], one[..., 3:]),
-    }  # type: ignore[return-value]
+    }  # type: ignore[return-value]  # placed layers have one view each
 
 
 @pytest.mark.parametrize("name", PHASES)

@@ -169,7 +169,7 @@ def test_evict_needs_a_store_that_can() -> None:
         name, lease_s, put_safe_age_s = "bare", 1.0, 1.0
 
     with pytest.raises(ConfigError, match="cannot remove"):
-        FaultyStore(Bare(), [Fault(what="evict")])  # type: ignore[arg-type]
+        FaultyStore(Bare(), [Fault(what="evict")])  # type: ignore[arg-type]  # what is wrong with it is the point
 
 
 def test_a_killed_store_answers_unreachable_until_it_is_revived() -> None:

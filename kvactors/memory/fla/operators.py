@@ -87,7 +87,7 @@ def causal_conv1d_fn(
     num_computed_tokens: Tensor | None = None,
     block_size_to_align: int | None = 0,
     metadata: object | None = None,
-    validate_data: bool = False,  # noqa: ARG001
+    validate_data: bool = False,  # noqa: ARG001 - the operator has it; see the module
     *,
     query_start_loc_cpu: Host = None,
     cache_indices_cpu: Host = None,
@@ -158,7 +158,7 @@ def causal_conv1d_update(
     null_block_id: int | None = NULL_BLOCK_ID,
     block_idx_last_scheduled_token: Tensor | None = None,
     initial_state_idx: Tensor | None = None,
-    validate_data: bool = False,  # noqa: ARG001
+    validate_data: bool = False,  # noqa: ARG001 - the operator has it; see the module
     out: Tensor | None = None,
     *,
     conv_state_indices_cpu: Host = None,

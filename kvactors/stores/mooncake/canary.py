@@ -19,15 +19,13 @@ from kvactors.core.clock import Clock
 from kvactors.core.store import Outcome
 from kvactors.errors import StoreUnreachableError
 from kvactors.stores.mooncake.client import Client
-from kvactors.stores.mooncake.codes import OK, REPLICA_NOT_READY, RPC_FAIL, RPC_TIMEOUT, outcome_of
+from kvactors.stores.mooncake.codes import OK, REPLICA_NOT_READY, UNREACHABLE, outcome_of
 
 FRESH_S = 0.02
 """What the master said of the canary holds for so long, seconds: less than a master takes to be killed and start again (45 ms
 measured), let alone to get a segment back (2 s)."""
 
 PREFIX = "kvactors-canary/"
-
-_UNREACHABLE = (RPC_FAIL, RPC_TIMEOUT)
 
 
 class Canary:
@@ -76,12 +74,12 @@ class Canary:
             self._known = now
             return Outcome.OK
         self._break()
-        return outcome_of(code) if code in _UNREACHABLE else Outcome.NOT_FOUND
+        return outcome_of(code) if code in UNREACHABLE else Outcome.NOT_FOUND
 
     def _renew(self, now: float) -> None:
         fresh, old = f"{PREFIX}{uuid.uuid4().hex}", self._key
         code = self._client.ask("batch_put_session_start", [fresh], [1])[0]
-        if code in _UNREACHABLE:
+        if code in UNREACHABLE:
             self._break()
             raise StoreUnreachableError(f"the master did not answer ({code})")
         if code != OK:

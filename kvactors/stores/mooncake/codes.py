@@ -9,6 +9,9 @@ from kvactors.core.store import Outcome
 
 OK, RPC_FAIL, RPC_TIMEOUT, OBJECT_NOT_FOUND, REPLICA_NOT_READY = 0, -900, -901, -704, -703
 
+UNREACHABLE = (RPC_FAIL, RPC_TIMEOUT)
+"""The master did not answer: every session of this client is void (I11)."""
+
 OUTCOMES: Mapping[int, Outcome] = MappingProxyType(
     {
         OK: Outcome.OK,

@@ -1,14 +1,13 @@
 """`MooncakeStore`: the store contract over a real Mooncake pool.
 
 What the native client leaves open is closed here: calls and answers are guarded, memory is checked to be registered, sizes are
-compared when a get is opened, leases are checked before and after a read, ranges are joined or staged, and keys that cannot be
-read are not tried again at once. What a session needs beyond that (coverage, the age of puts, one writer per key, lost masters)
-is the engine's, for every store alike.
+compared when a get is opened, leases are checked before and after a read, ranges are joined or staged, keys that cannot be read
+are not tried again at once, and a master that was restarted unseen is found out. What a session needs beyond that (coverage, the
+age of puts, one writer per key, dropping all sessions with a lost master) is the engine's, for every store alike.
 """
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,16 +19,16 @@ from kvactors.core.clock import Clock
 from kvactors.core.store import Health, Outcome, RangeBatch
 from kvactors.errors import ConfigError, StoreError, StoreUnreachableError
 from kvactors.log import get_logger
+from kvactors.stores.arguments import check_shapes, paired
 from kvactors.stores.mooncake.canary import Canary
 from kvactors.stores.mooncake.client import NOWHERE, PROBE_KEY, Client
-from kvactors.stores.mooncake.codes import RPC_FAIL, RPC_TIMEOUT, outcome_of
+from kvactors.stores.mooncake.codes import UNREACHABLE, outcome_of
 from kvactors.stores.mooncake.config import MooncakeConfig
 from kvactors.stores.mooncake.host_memory import host_memory
 from kvactors.stores.mooncake.sender import Sender
 from kvactors.stores.mooncake.sessions import Reading, Sessions
 from kvactors.stores.mooncake.suspects import Segments, Suspects
 from kvactors.stores.pool import SystemClock
-from kvactors.stores.ranges import check_shapes
 from kvactors.stores.regions import Regions
 
 log = get_logger("kvactors.mooncake")
@@ -38,7 +37,6 @@ Act = Callable[[RangeBatch, list[Outcome], list[int], Regions | None], None]
 
 _SESSION_OVER = (Outcome.LEASE_EXPIRED, Outcome.NOT_FOUND, Outcome.UNREACHABLE)
 
-_UNREACHABLE = (RPC_FAIL, RPC_TIMEOUT)
 _MOST_SIZE = (1 << 63) - 1
 
 
@@ -96,7 +94,7 @@ class MooncakeStore:
         OK, INVALID (size below 1, open in this client), EXISTS, NO_SPACE for just the keys that do not fit (eviction then runs;
         also for one that can never fit), UNREACHABLE.
         """
-        nbytes = _paired(keys, sizes)
+        nbytes = paired(keys, sizes)
         self._check_open()
         good = [i for i, size in enumerate(nbytes) if 0 < size <= _MOST_SIZE]
         answers = [Outcome.INVALID] * len(keys)
@@ -147,7 +145,7 @@ class MooncakeStore:
         OK, NOT_FOUND, NOT_READY, SIZE_MISMATCH (in the log once per size), TRANSFER_FAILED (see `suspects.py`),
         UNREACHABLE. Only OK leaves a session, or renews it.
         """
-        nbytes = _paired(keys, sizes)
+        nbytes = paired(keys, sizes)
         self._check_open()
         try:
             life, since = self._canary.life() if keys else None, self._clock.now()
@@ -203,7 +201,7 @@ class MooncakeStore:
         call = "batch_is_readable" if self._client.has("batch_is_readable") else "batch_is_exist"
         self._check_open()
         codes = self._client.ask(call, keys) if keys else []
-        if any(code in _UNREACHABLE for code in codes):
+        if any(code in UNREACHABLE for code in codes):
             raise StoreUnreachableError(f"{call}: the master at {self.config.master_server_address} does not answer")
         now, suspects = self._clock.now(), self._suspects
         answers = [code == 1 and not suspects.key(key, now) for key, code in zip(keys, codes, strict=True)]
@@ -227,7 +225,7 @@ class MooncakeStore:
             StoreError: the store refused the pattern. StoreUnreachableError: the master does not answer.
         """
         count = self._client.tell("remove_by_regex", f"^(?:{pattern})$", False)
-        if count in _UNREACHABLE:
+        if count in UNREACHABLE:
             raise StoreUnreachableError(f"the master at {self.config.master_server_address} does not answer")
         if count < 0:
             raise StoreError(f"remove_by_regex({pattern!r}) answered {count}")
@@ -403,15 +401,3 @@ class MooncakeStore:
                 answers[row] = lost.get(row, Outcome.OK if sessions.alive(reading, now) else Outcome.LEASE_EXPIRED)
             elif answers[row] is Outcome.LEASE_EXPIRED and sessions.alive(reading, now):
                 self._tell_once(f"lease_s = {self.lease_s} is longer than the master's lease; lower it", keys[row])
-
-
-def _paired(keys: Sequence[str], sizes: Sequence[int]) -> list[int]:
-    if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
-        raise StoreError(f"keys {keys!r:.100}: must be a list of texts")
-    try:
-        nbytes = [operator.index(size) for size in sizes]
-    except TypeError as error:
-        raise StoreError(f"sizes {sizes!r:.100}: must be whole numbers of bytes") from error
-    if len(nbytes) != len(keys):
-        raise StoreError(f"{len(keys)} keys but {len(nbytes)} sizes; give one size per key")
-    return nbytes

@@ -1,0 +1,41 @@
+"""What every store checks of its callers' arguments: a call that is malformed as a whole raises, and changes nothing."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvactors.core.store import RangeBatch
+from kvactors.errors import StoreError
+
+
+def paired(keys: Sequence[str], sizes: Iterable[int]) -> list[int]:
+    """The sizes as whole numbers. StoreError unless keys are texts, sizes are whole numbers, and there is one for each key."""
+    if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
+        raise StoreError(f"keys {keys!r:.100}: must be a list of texts")
+    try:
+        nbytes = [operator.index(size) for size in sizes]
+    except TypeError as error:
+        raise StoreError(f"sizes {sizes!r:.100}: must be whole numbers of bytes") from error
+    if len(nbytes) != len(keys):
+        raise StoreError(f"{len(keys)} keys but {len(nbytes)} sizes; give one size per key")
+    return nbytes
+
+
+def check_shapes(batch: RangeBatch) -> None:
+    """StoreError unless the batch's arrays have the shapes and the type that `RangeBatch` names."""
+    if not all(isinstance(a, np.ndarray) for a in (batch.addresses, batch.sizes, batch.offsets)):
+        raise StoreError("addresses, sizes and offsets of a batch must be numpy arrays")
+    n, r = len(batch.keys), len(batch.sizes)
+    arrays: tuple[npt.NDArray[Any], ...] = (batch.addresses, batch.sizes, batch.offsets)
+    if batch.addresses.shape != (n, r) or batch.offsets.shape != (r,) or batch.sizes.shape != (r,):
+        raise StoreError(
+            f"a batch of {n} keys and {r} sizes needs addresses of shape ({n}, {r}) and offsets of shape ({r},), "
+            f"not {batch.addresses.shape} and {batch.offsets.shape}"
+        )
+    if any(array.dtype != np.int64 for array in arrays):
+        raise StoreError("addresses, sizes and offsets of a batch must be int64")
