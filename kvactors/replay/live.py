@@ -45,9 +45,9 @@ def _open(plan: Plan, clock: Clock, stack: contextlib.ExitStack) -> Store:
         store = open_store("memory", capacity=options.capacity, clock=clock)
     elif options.local_master:
         master = stack.enter_context(LocalMaster())
-        stack.callback(
+        stack.callback(  # a frozen one would be waited for
             lambda: master.kill() if left_in_a_hurry() or clients_left_open() else None
-        )  # one that is frozen would be waited for
+        )
         segment = LOCAL_CAPACITY if options.capacity is None else options.capacity
         store = open_store("mooncake", clock=clock, config=master.config(global_segment_size=segment, close_deadline_s=LEAVE_S))
     else:

@@ -32,8 +32,8 @@ class RunawayError(EngineError):
 class VirtualLoop(asyncio.BaseEventLoop):
     """Runs ready callbacks one at a time; jumps to the next timer when none is ready.
 
-    The names with an underscore are asyncio's own, which its type stubs leave out (hence each `attr-defined` below): `_run_once`
-    is what a loop consists of. `call_soon` takes any callable, which the stubs write with a variadic type (hence `override`).
+    The names with an underscore are asyncio's own, which its type stubs leave out (hence each `attr-defined`): `_run_once` is
+    what a loop consists of. `call_soon` takes any callable, which the stubs write with a variadic type (hence `override`).
 
     Args:
         rng: draws which ready callback runs next; None keeps the order of arrival.

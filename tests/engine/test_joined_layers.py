@@ -75,6 +75,19 @@ async def test_the_layers_of_a_run_are_loaded_in_one_call() -> None:
         assert sorted(store.ranges_got) == [2, 4, 6]  # one layer, two, and the rest
 
 
+async def test_the_next_run_is_on_its_way_while_one_is_computed() -> None:
+    store = Coarse()
+    async with Rig(full_layout(layers=LAYERS), inner=store, config={"prefetch_layers": 1}) as rig:
+        request = rig.request("r", await stored(rig), load={0: [0, 1, 2]}, first_id=9)
+        step = rig.engine.begin_step([request])
+        await until(rig, lambda: sorted(store.ranges_got) == [2, 4])  # nothing of layer 0 is computed yet
+        for layer in range(LAYERS):
+            assert await step.wait_layer(layer) == frozenset()
+            step.layer_ready(layer)
+        await step.end()
+        assert rig.loaded_right(request)
+
+
 async def test_without_prefetch_every_layer_is_loaded_when_it_is_wanted() -> None:
     store = Coarse()
     async with Rig(full_layout(layers=LAYERS), inner=store, config={"prefetch_layers": 0}) as rig:

@@ -14,7 +14,7 @@ from kvactors.stores import MooncakeStore
 
 PUT_S = 20.0
 _RETRY_S = 0.01
-"""The master and its clients come back when they think of it, and tell nobody: nothing can be awaited, so they are asked again."""
+"""The master and its clients come back when they think of it, and tell nobody: nothing to await, so they are asked again."""
 
 
 class Found(NamedTuple):

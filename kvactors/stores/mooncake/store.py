@@ -2,8 +2,8 @@
 
 What the native client leaves open is closed here: calls and answers are guarded, memory is checked to be registered, sizes are
 compared when a get is opened, leases are checked before and after a read, ranges are joined or staged, keys that cannot be read
-are not tried again at once, and a master that was restarted unseen is found out. What a session needs beyond that (coverage, the
-age of puts, one writer per key, dropping all sessions with a lost master) is the engine's, for every store alike.
+are not tried again at once, and a master that was restarted unseen is found out. What a session needs beyond that is the
+engine's, for every store alike: coverage, the age of puts, one writer per key, dropping all sessions with a lost master.
 """
 
 from __future__ import annotations

@@ -595,3 +595,25 @@ def test_a_client_of_a_dead_master_is_closed() -> None:
     bench.native.answers["batch_is_exist"].append([-900])
     bench.store.close()
     assert bench.native.made("close") == [()]
+
+
+def test_closing_does_not_wait_again_for_calls_that_unregister_has_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(close_deadline_s=0.05)
+    gate = Gate(bench.native, GET_RANGES)
+    read = Background(bench.store.get_ranges, reading(bench))
+    gate.wait_for(1)
+    with pytest.raises(StoreError, match="do not return"):
+        bench.store.unregister(bench.buffer.address)
+    waits: list[float] = []
+    real = bench.store._moved.wait_for
+
+    def wait_for(holds: Callable[[], bool], wait_s: float) -> bool:
+        waits.append(wait_s)
+        return real(holds, wait_s)
+
+    monkeypatch.setattr(bench.store._moved, "wait_for", wait_for)
+    with pytest.raises(StoreError, match="do not return"):
+        bench.store.close()
+    assert waits == [0.0]
+    gate.release.set()
+    read.result()
