@@ -45,6 +45,28 @@ def bench_mooncake(quick: bool, as_json: bool) -> None:
     plain_console(soft_wrap=True).print(table)
 
 
+@bench.command("staging")
+@click.option("--quick", is_flag=True, help="Fewer rounds.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench_staging(quick: bool, as_json: bool) -> None:
+    """Range calls of a real Mooncake with and without staging, by size and number of the pieces of a row."""
+    from rich.table import Table
+
+    from kvactors.bench.staging import PLAIN, ROWS, STAGED, run
+
+    rows = run(quick=quick)
+    if as_json:
+        click.echo(json.dumps([row.as_dict() for row in rows], indent=2))
+        return
+    table = Table(title=f"{ROWS} keys in a call: medians of staged to not staged calls")
+    for column in ("pieces of a row", "put", "get", "a range, not staged"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        ratios = (f"{measured.ratio(STAGED, PLAIN):.2f}" for measured in (row.put, row.get))
+        table.add_row(f"{row.pieces} of {row.kib} KiB", *ratios, f"{row.range_us:.0f} µs")
+    plain_console(soft_wrap=True).print(table)
+
+
 @bench.command("state-rows")
 @click.option("--quick", is_flag=True, help="Fewer rounds.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -11,8 +11,11 @@ from click.testing import CliRunner, Result
 
 from kvactors.bench.mooncake import ENGINE, MEMCPY, RAW, WHOLE
 from kvactors.bench.mooncake import run as run_bench
+from kvactors.bench.staging import PLAIN, STAGED
+from kvactors.bench.staging import run as run_staging
 from kvactors.cli import cli
 from kvactors.stores import LocalMaster, MooncakeStore
+from kvactors.stores.mooncake import coalesce
 
 SAMPLE = Path(__file__).parents[2] / "examples" / "sample_trace.jsonl"
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
@@ -100,3 +103,12 @@ def test_the_benchmark_moves_every_byte_each_way() -> None:
         assert set(measured.seconds) == {RAW, WHOLE, ENGINE, MEMCPY}
         assert measured.ratio(ENGINE, RAW) < 1  # 0.2 to 0.3 on an idle machine
     assert rows[0].as_dict()["put"][RAW]["ratio"] == 1
+
+
+def test_the_staging_benchmark_restores_what_is_staged() -> None:
+    before = coalesce.STAGE_MOST_BYTES
+    rows = run_staging(quick=True, shapes=((4, 8), (128, 2)))
+    assert [(row.kib, row.pieces) for row in rows] == [(4, 8), (128, 2)]
+    assert rows[0].put.ratio(STAGED, PLAIN) < 1  # 0.2 on an idle machine
+    assert rows[0].range_us > 0
+    assert before == coalesce.STAGE_MOST_BYTES
