@@ -230,6 +230,11 @@ class TransferPool:
     def stopped(self) -> bool:
         return self._stopped
 
+    @property
+    def queued(self) -> int:
+        """Jobs that wait for a worker; not those that wait for their device event."""
+        return len(self._queue)
+
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _enqueue(self, jobs: Sequence[Job]) -> None:

@@ -36,7 +36,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kvactors.core.stats import SessionStats
+from kvactors.core.stats import SessionStats, cause_label
 from kvactors.errors import SessionError
 
 
@@ -228,6 +228,9 @@ class SessionTable:
         if after is PutState.OPEN:
             stats.put_opened += 1
             stats.open_now += 1
+        elif after is PutState.REVOKING:
+            label = cause_label(cause)
+            stats.revoked_by[label] = stats.revoked_by.get(label, 0) + 1
         elif after in PUT_TERMINAL:
             self._end_put(session, before, after)
         owner = session.owner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 
@@ -27,6 +28,12 @@ class GroupStats:
     """payload delivered by loads, counted per destination"""
 
 
+def cause_label(cause: str) -> str:
+    """A cause of a revoke without what is different every time, so that a label has few values: without the layer in front, and
+    without the details (an exception, a caller's words) after a colon."""
+    return re.sub(r"^layer \d+: ", "", cause).partition(": ")[0] or "unknown"
+
+
 @dataclass(slots=True)
 class SessionStats:
     """Ends of sessions; `put_opened` = committed + revoked + poisoned + abandoned + still open (I2)."""
@@ -41,6 +48,8 @@ class SessionStats:
     get_closed: int = 0
     get_expired: int = 0
     open_now: int = 0
+    revoked_by: dict[str, int] = field(default_factory=dict)
+    """puts that had to be revoked, whatever the revoke then answered; by cause, in the words of `cause_label`"""
 
 
 @dataclass(slots=True)
@@ -62,6 +71,8 @@ class EngineStats:
     joined_transfers: int = 0
     """layers' transfers that went in the store call of an earlier layer"""
     circuit: str = "closed"
+    queued: int = 0
+    """transfers and other store calls that wait for a worker now"""
     peak_pending_saves: int = 0
     poisoned_keys: list[str] = field(default_factory=list)
     abandoned_keys: list[str] = field(default_factory=list)

@@ -463,11 +463,13 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of all counters."""
+        sessions = self._stats.sessions
         tables = [a.table for a in self._groups.values()]
         return dataclasses.replace(
             self._stats,
             groups={g: dataclasses.replace(s) for g, s in self._stats.groups.items()},
-            sessions=dataclasses.replace(self._stats.sessions),
+            sessions=dataclasses.replace(sessions, revoked_by=dict(sessions.revoked_by)),
+            queued=self._pool.queued,
             lost_workers=self._pool.lost_workers,
             joined_transfers=self._pool.joined_transfers,
             peak_pending_saves=self.gate.peak,

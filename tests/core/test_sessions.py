@@ -18,7 +18,7 @@ from kvactors.core.sessions import (
     PutState,
     SessionTable,
 )
-from kvactors.core.stats import SessionStats
+from kvactors.core.stats import SessionStats, cause_label
 from kvactors.errors import SessionError
 
 
@@ -83,6 +83,43 @@ def reach(ways: dict[object, set[object]], start: object) -> set[object]:
             seen.add(after)
             todo.append(after)
     return seen
+
+
+@pytest.mark.parametrize(
+    ("cause", "label"),
+    [
+        ("layer 0: transfer failed", "transfer failed"),
+        ("layer 12: transfer failed", "transfer failed"),
+        ("transfer failed", "transfer failed"),
+        ("the store lost its session", "the store lost its session"),
+        ("aborted: request 7 was cancelled", "aborted"),
+        ("preparation failed: group 0: OSError('gone: 3')", "preparation failed"),
+        ("group 3 crashed", "group 3 crashed"),
+        ("", "unknown"),
+        ("layer 3: ", "unknown"),
+    ],
+)
+def test_a_cause_loses_what_is_different_every_time(cause: str, label: str) -> None:
+    assert cause_label(cause) == label
+
+
+def test_a_revoke_counts_its_cause_when_it_becomes_due_whatever_becomes_of_it() -> None:
+    t = table()
+    ends = [
+        ("layer 1: transfer failed", PutEvent.REVOKED),
+        ("layer 2: transfer failed", PutEvent.POISON),
+        ("a load of its request failed", PutEvent.LOST),
+    ]
+    for i, (cause, end) in enumerate(ends):
+        session = t.begin_put(f"k{i}", Owner("r", 0, i), step=1)
+        t.put(session, PutEvent.OPENED)
+        t.put(session, PutEvent.REVOKE, cause)
+        t.put(session, end, "what the revoke answered")
+    late = t.begin_put("late", Owner("r", 0, 9), step=1)
+    t.put(late, PutEvent.OPENED)
+    t.put(late, PutEvent.COMMIT)
+    t.put(late, PutEvent.COMMIT_FAILED, "unreachable")
+    assert t.stats.revoked_by == {"transfer failed": 2, "a load of its request failed": 1, "unreachable": 1}
 
 
 @given(st.lists(st.sampled_from(PutEvent)))
