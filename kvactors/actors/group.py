@@ -217,7 +217,7 @@ class GroupActor(Actor):
                 elif gs is not None:
                     self._saver.opens.opened(gs, puts, done, job.background)
             case Commit() if not done.late:
-                self._saver.committed(job.sessions, done)
+                self._saver.committed(job.sessions, done, self._states.get(job.step))
             case Revoke() if not done.late:
                 self._saver.revoked(job.sessions, done)
             case Close():

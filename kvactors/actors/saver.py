@@ -7,7 +7,7 @@ from functools import partial
 
 from kvactors.actors.group_step import GroupContext, GroupStep, per_call
 from kvactors.actors.put_opens import PutOpens
-from kvactors.actors.step_state import LayerTask
+from kvactors.actors.step_state import LayerTask, StepState
 from kvactors.core.queue import Priority
 from kvactors.core.sessions import PutEvent, PutSession, PutState
 from kvactors.core.store import Outcome
@@ -145,8 +145,8 @@ class Saver:
                 )
             )
 
-    def committed(self, sessions: Iterable[PutSession], done: TransferDone) -> None:
-        """A commit came back: what it did not commit is revoked."""
+    def committed(self, sessions: Iterable[PutSession], done: TransferDone, state: StepState | None) -> None:
+        """A commit came back: what it did not commit is revoked. `state`: of the step that opened the sessions."""
         c = self._c
         failed: list[PutSession] = []
         for s, outcome in zip(sessions, done.outcomes, strict=True):
@@ -155,6 +155,8 @@ class Saver:
             if outcome is Outcome.OK:
                 c.table.put(s, PutEvent.COMMITTED)
                 c.stats.saved += 1
+                if state is not None:
+                    state.saved.append(s.owner)
                 c.stats.bytes_saved += c.ranges.object_bytes
             elif outcome is Outcome.LOST:
                 c.table.put(s, PutEvent.LOST, "commit did not return")

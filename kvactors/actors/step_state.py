@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvactors.actors.latch import Latch
+from kvactors.core.sessions import Owner
 from kvactors.core.steps import FailedLoad, StepRequest
 
 
@@ -123,6 +124,8 @@ class StepState:
         self.failed.update(dict.fromkeys(rejected_loads, 0))
         self.fenced: set[tuple[int, int]] = set()
         """(group id, local block id) of destinations that a store call may still write."""
+        self.saved: list[Owner] = []
+        """whose blocks were committed; whole once `settled` is open"""
 
     # -- saves ---------------------------------------------------------------------------------------------------------
 

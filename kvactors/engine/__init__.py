@@ -7,7 +7,7 @@ is an append to a deque, and waiting is a latch.
 
 from kvactors.core.config import EngineConfig
 from kvactors.engine.asynchronous import Engine
-from kvactors.engine.blocking import BlockingEngine, BlockingStep, Load
+from kvactors.engine.blocking import BlockingEngine, BlockingStep, Load, PendingHit
 from kvactors.engine.steps import Step
 
-__all__ = ["BlockingEngine", "BlockingStep", "Engine", "EngineConfig", "Load", "Step"]
+__all__ = ["BlockingEngine", "BlockingStep", "Engine", "EngineConfig", "Load", "PendingHit", "Step"]

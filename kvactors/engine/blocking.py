@@ -18,6 +18,7 @@ from kvactors.core.stats import EngineStats
 from kvactors.core.steps import GroupBlocks, ReleaseReason, StepRequest
 from kvactors.core.store import Store
 from kvactors.engine.asynchronous import CLOSED, Engine
+from kvactors.engine.intake import Answer
 from kvactors.engine.steps import StepView
 from kvactors.errors import DeadlineError, EngineClosedError
 from kvactors.messages import LoadDone
@@ -107,9 +108,13 @@ class BlockingEngine:
 
     def lookup(self, hashes: Sequence[bytes], prompt_tokens: int, deadline_s: float | None = None) -> Hit:
         """See `Engine.lookup`."""
-        answer = self._engine.ask(hashes, prompt_tokens, deadline_s)
-        answer.latch.wait(self._engine.patience_s)
-        return answer.value
+        pending = self.start_lookup(hashes, prompt_tokens, deadline_s)
+        pending.wait(self._engine.patience_s)
+        return pending.hit
+
+    def start_lookup(self, hashes: Sequence[bytes], prompt_tokens: int, deadline_s: float | None = None) -> PendingHit:
+        """Asks, and returns at once; see `Engine.lookup` for what is asked."""
+        return PendingHit(self._engine.ask(hashes, prompt_tokens, deadline_s))
 
     def load(
         self,
@@ -121,10 +126,11 @@ class BlockingEngine:
         """Starts a load outside any step; returns a handle at once."""
         return Load(self._engine, request_id, self._engine.start_load(request_id, blocks, hashes, event))
 
-    def release(self, request_id: str, reason: ReleaseReason = ReleaseReason.FINISHED) -> None:
-        """See `Engine.release`."""
+    def release(self, request_id: str, reason: ReleaseReason = ReleaseReason.FINISHED, *, wait: bool = True) -> None:
+        """See `Engine.release`. Without `wait` it returns at once; a load's own handle then says when its blocks are free."""
         latch = self._engine.start_release(request_id, reason)
-        self._engine.driver.in_time(latch.wait(self._engine.patience_s), f"release of {request_id!r}")
+        if wait:
+            self._engine.driver.in_time(latch.wait(self._engine.patience_s), f"release of {request_id!r}")
 
     def forget(self, request_id: str) -> None:
         self._engine.forget(request_id)
@@ -154,14 +160,30 @@ class BlockingEngine:
     def fenced_blocks(self) -> frozenset[tuple[int, int]]:
         return self._engine.fenced_blocks
 
+    @property
+    def layout(self) -> KVLayout:
+        return self._engine.layout
+
+    @property
+    def pending_saves(self) -> int:
+        return self._engine.pending_saves
+
+    @property
+    def patience_s(self) -> float:
+        """How long a caller may have to wait for an answer at most, seconds."""
+        return self._engine.patience_s
+
 
 class BlockingStep(StepView):
     """One step, for the compute thread. See `Step` for what each call means."""
 
-    def wait_layer(self, layer: int) -> frozenset[str]:
+    def wait_layer(self, layer: int, deadline_s: float | None = None) -> frozenset[str]:
+        """See `Step.wait_layer`. Past `deadline_s` (by default the engine's own patience) whatever is missing has failed; its
+        blocks may still be written until the step has ended."""
         engine, state = self._engine, self._state
         task = engine.driver.want(state, layer)
-        return engine.driver.waited(state, layer, task is None or task.latch.wait(engine.patience_s))
+        patience = engine.patience_s if deadline_s is None else min(deadline_s, engine.patience_s)
+        return engine.driver.waited(state, layer, task is None or task.latch.wait(patience))
 
     def checkpoint(self, layer: int) -> None:  # noqa: ARG002 - the layer names the place, for the reader
         while (blocked := self._engine.gate.blocked()) is not None:
@@ -175,8 +197,32 @@ class BlockingStep(StepView):
         self._engine.driver.abandon(self._state, reason)
         self._engine.driver.in_time(self._state.ended.wait(self._engine.patience_s), f"abort of step {self.id}")
 
+    def settled_within(self, seconds: float) -> bool:
+        """Waits at most so long until every session of the step has reached its end; whether all have."""
+        return self._state.settled.wait(seconds)
+
     def settled(self) -> None:
         self._engine.driver.in_time(self._state.settled.wait(self._engine.driver.settle_patience_s), f"step {self.id}")
+
+
+class PendingHit:
+    """A lookup that was asked for."""
+
+    def __init__(self, answer: Answer[Hit]) -> None:
+        self._answer = answer
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for the answer at most so long; whether it is there."""
+        return self._answer.latch.wait(seconds)
+
+    @property
+    def done(self) -> bool:
+        return self._answer.latch.is_open
+
+    @property
+    def hit(self) -> Hit:
+        """What was found; a miss while there is no answer."""
+        return self._answer.value
 
 
 class Load:
@@ -189,6 +235,10 @@ class Load:
     def done(self) -> bool:
         """Whether every block arrived or failed; a plain read."""
         return self._state.ended.is_open
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for the end at most so long; whether it is there."""
+        return self._state.ended.wait(seconds)
 
     def result(self) -> LoadDone:
         """Waits for the end; see `Engine.load`."""

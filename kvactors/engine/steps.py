@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvactors.actors.step_state import StepState
 from kvactors.core.events import DeviceEvent
+from kvactors.core.sessions import Owner
 from kvactors.core.steps import FailedLoad, Phase
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ class StepView:
     def fenced_blocks(self) -> frozenset[tuple[int, int]]:
         """(group id, local block id) of this step that a store call past its deadline may still write."""
         return frozenset(self._state.fenced)
+
+    @property
+    def saved(self) -> Sequence[Owner]:
+        """Whose blocks this step committed; all of them once it has settled."""
+        return tuple(self._state.saved)
 
     @property
     def passed_through(self) -> bool:

@@ -1,0 +1,129 @@
+"""Loads between steps: started with a plan, looked after at the end of every step, reported once each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvactors.core.clock import Clock
+from kvactors.core.steps import NULL_BLOCK, GroupBlocks, ReleaseReason
+from kvactors.engine import BlockingEngine, Load
+from kvactors.log import get_logger
+from kvactors.vllm.messages import Life, LoadPlan, WorkerReport
+
+log = get_logger("kvactors.vllm.loads")
+
+
+@dataclass(slots=True)
+class Waiting:
+    """One load that was started. `handle`: None if it could not be; `told`: its request was reported, its blocks are held."""
+
+    plan: LoadPlan
+    handle: Load | None
+    began_s: float
+    told: bool = False
+
+
+class LoadsBetween:
+    """See the module.
+
+    Args:
+        deadline_s: a load that takes longer is reported failed; its blocks are held until its store calls have returned.
+        several_groups: failures are told by request, not by block.
+    """
+
+    def __init__(self, engine: BlockingEngine, clock: Clock, deadline_s: float, *, several_groups: bool) -> None:
+        self._block_tokens = {g.id: g.block_tokens for g in engine.layout.groups}
+        self._engine, self._clock, self._deadline_s, self._several = engine, clock, deadline_s, several_groups
+        self._waiting: dict[Life, Waiting] = {}
+        self.deadlines = 0
+        self.failures = 0
+
+    def start(self, plan: LoadPlan) -> None:
+        """Starts a load; one that cannot be made is reported failed."""
+        handle: Load | None = None
+        if plan.problem:
+            log.error("a load that cannot be made", request=plan.life.request_id, problem=plan.problem)
+        else:
+            handle = self._engine.load(plan.life.name, plan.groups, plan.hashes)
+        self._waiting[plan.life] = Waiting(plan, handle, self._clock.now())
+
+    def cancel(self, life: Life) -> None:
+        """The request is gone: nothing more of its load starts. It is still reported, once its blocks are free of it."""
+        waiting = self._waiting.get(life)
+        if waiting is not None and waiting.handle is not None and not waiting.handle.done:
+            self._engine.release(life.name, ReleaseReason.ABORTED, wait=False)
+
+    def poll(self, report: WorkerReport) -> tuple[set[str], set[str], set[int]]:
+        """What is over since the last call.
+
+        Returns:
+            requests whose loads are over, those of them to be repeated whole, and local blocks that did not arrive.
+        """
+        over: set[str] = set()
+        failed: set[str] = set()
+        invalid: set[int] = set()
+        for life, waiting in list(self._waiting.items()):
+            if waiting.handle is None or waiting.handle.done:
+                self._over(life, waiting, report, over, failed, invalid)
+            elif not waiting.told and self._clock.now() - waiting.began_s > self._deadline_s:
+                self.deadlines += 1
+                log.warning("a load missed its deadline", request=life.request_id, deadline_s=self._deadline_s)
+                self._engine.release(life.name, ReleaseReason.ABORTED, wait=False)
+                self._hold(life, waiting, report, over, failed)
+        return over, failed, invalid
+
+    def _over(
+        self,
+        life: Life,
+        waiting: Waiting,
+        report: WorkerReport,
+        over: set[str],
+        failed: set[str],
+        invalid: set[int],
+    ) -> None:
+        fenced = self._engine.fenced_blocks & _places(waiting.plan)
+        if fenced and not waiting.told:  # a call that was given up may still write
+            self._hold(life, waiting, report, over, failed)
+        if fenced:
+            return
+        del self._waiting[life]
+        if waiting.told:
+            report.returned.update(_blocks(waiting.plan))
+            return
+        over.add(life.request_id)
+        failure = None if waiting.handle is None else waiting.handle.result().failure
+        if waiting.handle is not None and failure is None:
+            return
+        self.failures += 1
+        first = 0 if failure is None else failure.first_token
+        reason = waiting.plan.problem if failure is None else failure.reason
+        log.warning("a load failed", request=life.request_id, first_token=first, reason=reason)
+        report.failed[life] = first
+        if self._several or failure is None:
+            failed.add(life.request_id)
+        else:
+            invalid |= loaded_from(waiting.plan.groups, first, self._block_tokens)
+
+    def _hold(self, life: Life, waiting: Waiting, report: WorkerReport, over: set[str], failed: set[str]) -> None:
+        waiting.told = True
+        self.failures += 1
+        over.add(life.request_id)
+        failed.add(life.request_id)
+        report.failed[life] = 0
+        report.held.update(_blocks(waiting.plan))
+
+
+def loaded_from(groups: Mapping[int, GroupBlocks], first: int, block_tokens: Mapping[int, int]) -> set[int]:
+    """Local blocks that were to be loaded, at and after a token."""
+    found = {int(b.block_ids[i]) for g, b in groups.items() for i in b.load if (i + 1) * block_tokens[g] > first}
+    return found - {NULL_BLOCK}
+
+
+def _places(plan: LoadPlan) -> set[tuple[int, int]]:
+    return {(g, int(b.block_ids[i])) for g, b in plan.groups.items() for i in b.load}
+
+
+def _blocks(plan: LoadPlan) -> Counter[int]:
+    return Counter({block_id for _, block_id in _places(plan)} - {NULL_BLOCK})

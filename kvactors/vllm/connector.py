@@ -1,0 +1,243 @@
+"""`KVActorsConnector`: vLLM's connector interface, each call handed to the side that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvactors.devices import MonotonicClock
+from kvactors.errors import ConfigError
+from kvactors.log import get_logger
+from kvactors.vllm.agreement import tp_gather
+from kvactors.vllm.layouts import ModelFacts, group_kind, model_name, worker_memory
+from kvactors.vllm.scheduler import SchedulerSide, may_load_layerwise
+from kvactors.vllm.settings import CONSUMER, ConnectorSettings
+from kvactors.vllm.stores import lookup_store, worker_store
+from kvactors.vllm.support import VERSIONS, require_supported, require_validated
+from kvactors.vllm.worker import WorkerSide
+
+try:
+    import vllm
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+        KVConnectorWorkerMetadata,
+        SupportsHMA,
+    )
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    from kvactors.vllm.messages import Handshake, StepPlan, WorkerReport
+except ImportError as error:
+    raise ConfigError(
+        f"this vLLM has no connector interface that KVActorsConnector knows ({error}); it is made for vLLM {VERSIONS}"
+    ) from error
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = get_logger("kvactors.vllm")
+
+
+class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unused-ignore]
+    """Use it with `--kv-transfer-config '{"kv_connector": "KVActorsConnector", "kv_connector_module_path": "kvactors.vllm",
+    "kv_role": "kv_both"}'`; docs/vllm.md has the keys of `kv_connector_extra_config`.
+
+    Raises:
+        ConfigError: a key, or the model's caches or parallelism, cannot be served; names all that stands against it.
+    """
+
+    accepts_strided_kv_cache = True
+    """It takes addresses, strides and payloads from the tensors it is given (see `kvactors.vllm.ascend_support`)."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        self.settings = ConnectorSettings.of(transfer.kv_connector_extra_config)
+        require_supported(vllm_config, kv_cache_config, self.settings)
+        _, self._hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = self._new_scheduler(vllm_config, kv_cache_config)
+
+    def _new_scheduler(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerSide:
+        groups = [kv_cache_config.kv_cache_groups[g] for g in kv_cache_config.prefix_cacheable_group_ids]
+        kinds = [group_kind(group.kv_cache_spec) for group in groups]
+        stages = vllm_config.parallel_config.pipeline_parallel_size
+        events = vllm_config.kv_events_config
+        return SchedulerSide(
+            self.settings,
+            MonotonicClock(),
+            lookup_store(self.settings),
+            role=str(self._kv_transfer_config.kv_role),
+            layerwise=may_load_layerwise(kv_cache_config.kv_cache_groups, kinds, self.settings, stages),
+            retention=kv_cache_config.prefix_cache_retention_interval,
+            hash_tokens=self._hash_tokens,
+            events=bool(events and events.enable_kv_cache_events),
+        )
+
+    @property
+    def scheduler_side(self) -> SchedulerSide:
+        assert self._scheduler is not None, "this connector is a worker's"
+        return self._scheduler
+
+    @property
+    def worker_side(self) -> WorkerSide:
+        assert self._worker is not None, "no caches are registered, or this connector is the scheduler's"
+        return self._worker
+
+    # -- worker: start and end -----------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+        config, parallel = self._vllm_config, self._vllm_config.parallel_config
+        modules = config.compilation_config.static_forward_context
+        require_validated(config, _backends(modules, kv_caches), self.settings)
+        tp, pp = get_tp_group(), get_pp_group()
+        facts = ModelFacts(
+            model=model_name(config.model_config.model),
+            hidden_layers=int(config.model_config.get_total_num_hidden_layers()),
+            kv_heads=int(config.model_config.get_total_num_kv_heads()),
+            tp_size=parallel.tensor_parallel_size,
+            tp_rank=tp.rank_in_group,
+            pp_size=parallel.pipeline_parallel_size,
+            pp_rank=pp.rank_in_group,
+        )
+        memory = worker_memory(self._kv_cache_config, kv_caches, facts, self.settings.namespace)
+        self._worker = WorkerSide(
+            self.settings,
+            memory,
+            worker_store(self.settings)(),
+            hash_tokens=self._hash_tokens,
+            devices=_devices(config),
+            clock=MonotonicClock(),
+            reporting={name for name in memory.names if _reports(modules.get(name))},
+            tp_rank=facts.tp_rank,
+            gather=tp_gather if facts.tp_size > 1 else None,
+            several_groups=len(self._kv_cache_config.kv_cache_groups) > 1,
+        )
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return None if self._worker is None else Handshake(self._worker.memory.layout, self._hash_tokens)
+
+    def shutdown(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    # -- worker: a step ------------------------------------------------------------------------------------------------
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, StepPlan):
+            self._worker.begin(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002 - vLLM's interface
+        plan = self._connector_metadata
+        if self._worker is not None and isinstance(plan, StepPlan):
+            self._worker.start_loads(plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._worker is not None:
+            self._worker.wait_layer(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        if self._worker is not None:
+            self._worker.layer_exit(layer_name)
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.wait_for_save()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+        over, failed = self.worker_side.finished_loads() if self._worker is not None else (set(), set())
+        return KVConnectorTransferResults(finished_recving=over, failed_recving=failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self.get_transfer_results(finished_req_ids)
+        return None, results.finished_recving or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._worker is None else self._worker.invalid_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return None if self._worker is None else self._worker.report()
+
+    # -- scheduler -----------------------------------------------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store is a cache: a save that is lost is a miss later, and nobody waits for it."""
+        return False
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self.scheduler_side.connect({at: m for at, m in metadata.items() if isinstance(m, Handshake)})
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
+        self.set_xfer_handshake_metadata_pp_aware({(0, rank): m for rank, m in metadata.items()})
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self.scheduler_side.pins.pool = gpu_block_pool
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.scheduler_side.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        self.scheduler_side.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self.scheduler_side.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        report = meta if isinstance(meta, WorkerReport) else None
+        self.scheduler_side.reported(report, connector_output.finished_recving or ())
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]  # noqa: ARG002 - vLLM's interface
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, None  # its saves were over when its last step ended
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.busy
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return bool(extra_config.get("use_layerwise"))
+
+
+def _reports(module: Any) -> bool:
+    """Whether vLLM calls the connector around a layer: around those whose operator is its own attention's."""
+    return bool({"Attention", "MLAAttention"} & {c.__name__ for c in type(module).__mro__})
+
+
+def _backends(modules: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in names:
+        get = getattr(modules.get(name), "get_attn_backend", None)
+        if get is not None:
+            found[name] = str(get().get_name())
+    return found
+
+
+def _devices(vllm_config: Any) -> Any:
+    from kvactors.devices import CpuDevices
+
+    return CpuDevices()
+
+
+_ = (vllm, CONSUMER)

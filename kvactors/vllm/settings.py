@@ -1,0 +1,185 @@
+"""The connector's configuration: every key of `kv_connector_extra_config`, its default, and what is refused.
+
+Keys that vLLM-Ascend's AscendStoreConnector documents are accepted with their meaning there; those that have nothing to do here
+are accepted without effect, and docs/vllm.md says so. Any other key is refused by name: a misspelt option must not be silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from kvactors.core.config import EngineConfig, seconds
+from kvactors.errors import ConfigError
+from kvactors.stores.sizes import parse_size
+
+PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
+
+WHERE = "kv_connector_extra_config"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorSettings:
+    """What a user may set; docs/vllm.md has the same table.
+
+    Attributes:
+        backend: "mooncake" (a pool that processes share), or "memory" (a store in this process, for one worker).
+        use_layerwise: load layer by layer inside the forward pass; None = where one attention group allows it.
+        load_async: True = never load inside the forward pass.
+        layerwise_prefetch_layers: how many layers with loads are read ahead of the compute; 0 = on demand.
+        layerwise_max_transfer_blocks: most blocks in one store call; 0 = no limit.
+        layerwise_max_transfer_bytes: most bytes in one store call; 0 = no limit.
+        consumer_is_to_load, consumer_is_to_put: whether an instance with role kv_consumer loads, and saves.
+        save_decode_cache: save the blocks that decoding fills too, not only those of prompts.
+        discard_partial_chunks: False asks for partly filled blocks; they are never a hit, so none are saved.
+        namespace: prefix of every key: other weights, other tenants, an epoch after a weight update.
+        load_min_tokens: load only what saves at least so many tokens of prefill.
+        load_deadline_s: a load that takes longer is given up; its request recomputes (or fails, by vLLM's policy).
+        lookup_budget_s: how long all lookups of one scheduling step may hold it up, seconds.
+        abort_timeout_s: for prefill/decode hand-off.
+        mooncake_protocol: goes before the `protocol` of Mooncake's configuration file.
+        memory_capacity: size of the "memory" store, bytes or text such as "4GB".
+        allow_unvalidated: go on with graph modes and attention backends that nobody has validated.
+        prefill_pp_size: pipeline stages of the instances that save; must be this instance's own.
+    """
+
+    backend: Literal["mooncake", "memory"] = "mooncake"
+    use_layerwise: bool | None = None
+    load_async: bool | None = None
+    layerwise_prefetch_layers: int = 2
+    layerwise_max_transfer_blocks: int = 64
+    layerwise_max_transfer_bytes: int = 16 << 20
+    consumer_is_to_load: bool = True
+    consumer_is_to_put: bool = False
+    save_decode_cache: bool = False
+    discard_partial_chunks: bool = True
+    namespace: str = ""
+    load_min_tokens: int = 0
+    load_deadline_s: float = 30.0
+    lookup_budget_s: float = 0.02
+    abort_timeout_s: float = 480.0
+    mooncake_protocol: str = ""
+    memory_capacity: int | str = 1 << 30
+    allow_unvalidated: bool = False
+    prefill_pp_size: int | None = None
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any] | None) -> ConnectorSettings:
+        """The settings that `kv_connector_extra_config` asks for.
+
+        Raises:
+            ConfigError: names every unknown key and every value that makes no sense.
+        """
+        given = dict(extra or {})
+        problems = [_unknown(key) for key in given if key not in _CHECKS and key not in WITHOUT_EFFECT]
+        values: dict[str, Any] = {}
+        for key, check in _CHECKS.items():
+            if key in given:
+                try:
+                    values[key] = check(given[key])
+                except (ValueError, TypeError) as error:
+                    problems.append(f"{key} = {given[key]!r}: {error}")
+        if problems:
+            raise ConfigError(f"{WHERE}: {'; '.join(problems)}")
+        return cls(**values)
+
+    def engine(self) -> EngineConfig:
+        """The engine's limits. A store call may take as long as Mooncake's own time-outs do before its worker is given up."""
+        return EngineConfig(
+            prefetch_layers=self.layerwise_prefetch_layers,
+            max_transfer_blocks=self.layerwise_max_transfer_blocks,
+            max_transfer_bytes=self.layerwise_max_transfer_bytes,
+        )
+
+    def loads(self, role: str) -> bool:
+        """Whether an instance of this role asks the store for anything."""
+        return role != CONSUMER or self.consumer_is_to_load
+
+    def saves(self, role: str) -> bool:
+        """Whether an instance of this role puts anything into the store."""
+        return role != CONSUMER or self.consumer_is_to_put
+
+
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "lookup_rpc_port": "the scheduler asks the store itself, there is no lookup server",
+    "mooncake_rpc_port": "the scheduler asks the store itself, there is no lookup server",
+    "h2d_stagger_us": "loads are ordered by the engine's queue",
+    "prefill_pp_layer_partition": "stages publish their layers when they start",
+}
+"""Keys of AscendStoreConnector that have nothing to do here, and why."""
+
+
+def _unknown(key: str) -> str:
+    near = get_close_matches(key, [*_CHECKS, *WITHOUT_EFFECT], 1)
+    return f"unknown key {key!r}" + (f" (did you mean {near[0]!r}?)" if near else f"; known are {', '.join(_CHECKS)}")
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
+def _flag_or_none(value: Any) -> bool | None:
+    return None if value is None else _flag(value)
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError("must be a whole number >= 0")
+    return value
+
+
+def _positive(value: Any) -> int | None:
+    if value is not None and _count(value) < 1:
+        raise ValueError("must be a whole number >= 1")
+    return None if value is None else int(value)
+
+
+def _seconds(value: Any) -> float:
+    if not seconds(value):
+        raise ValueError("must be a number of seconds, more than 0")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("must be a text")
+    return value
+
+
+def _size(value: Any) -> int:
+    return parse_size(value, "memory_capacity")
+
+
+def _backend(value: Any) -> str:
+    if value not in ("mooncake", "memory"):
+        raise ValueError("must be 'mooncake' or 'memory'")
+    return str(value)
+
+
+_CHECKS: Mapping[str, Callable[[Any], Any]] = {
+    "backend": _backend,
+    "use_layerwise": _flag_or_none,
+    "load_async": _flag_or_none,
+    "layerwise_prefetch_layers": _count,
+    "layerwise_max_transfer_blocks": _count,
+    "layerwise_max_transfer_bytes": _count,
+    "consumer_is_to_load": _flag,
+    "consumer_is_to_put": _flag,
+    "save_decode_cache": _flag,
+    "discard_partial_chunks": _flag,
+    "namespace": _text,
+    "load_min_tokens": _count,
+    "load_deadline_s": _seconds,
+    "lookup_budget_s": _seconds,
+    "abort_timeout_s": _seconds,
+    "mooncake_protocol": _text,
+    "memory_capacity": _size,
+    "allow_unvalidated": _flag,
+    "prefill_pp_size": _positive,
+}
+
+assert set(_CHECKS) == {f.name for f in fields(ConnectorSettings)}
