@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Iterator
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvactors.core.stats import EngineStats, GroupStats, SessionStats
+from kvactors.vllm import scheduler, worker
 from kvactors.vllm.stats import COUNTERS, GAUGES, PREFIX, WAITS, Collector, ConnectorStats, build_prom_metrics
 
 
@@ -128,6 +130,11 @@ def test_the_scheduler_counts_without_an_engine_and_without_gauges() -> None:
 def test_a_sum_of_the_caller_needs_a_name_that_is_known(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         Collector(0).collect(None, {name: 1})
+
+
+@pytest.mark.parametrize("counters", [scheduler.Counters(), worker.Counters()], ids=["scheduler", "worker"])
+def test_both_sides_count_by_names_that_are_known(counters: Any) -> None:
+    assert Collector(0).collect(None, asdict(counters)) is None
 
 
 def test_a_report_does_not_change_with_the_snapshot_or_the_next_report() -> None:
