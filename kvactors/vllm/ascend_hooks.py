@@ -27,19 +27,19 @@ log = get_logger("kvactors.vllm")
 class LayerHooks(Protocol):
     """What a worker does when a layer of the model reports. Names it does not know are ignored."""
 
-    def wait_layer(self, layer_name: str) -> None:
+    def wait_layer(self, layer_name: str, /) -> None:
         """Returns when the layer's loads have ended."""
         ...
 
-    def layer_entry(self, layer_name: str, event: DeviceEvent | None = None) -> None:
+    def layer_entry(self, layer_name: str, /, event: DeviceEvent | None = None) -> None:
         """The layer's attention caches are written once `event` fires: put them, and get what later layers need."""
         ...
 
-    def layer_exit(self, layer_name: str, event: DeviceEvent | None = None) -> None:
+    def layer_exit(self, layer_name: str, /, event: DeviceEvent | None = None) -> None:
         """Everything of the layer is written once `event` fires; the checkpoint too, if it had none in this step."""
         ...
 
-    def checkpoint(self, layer_name: str) -> None:
+    def checkpoint(self, layer_name: str, /) -> None:
         """The layer's attention was launched: waits while too many saves are unfinished."""
         ...
 
