@@ -205,9 +205,9 @@ class Saver:
         """No layer is signalled any more; with `revoke` nothing of the step is committed."""
         self.opens.stop_retrying(gs)
         if gs.saves is not None:
-            gs.saves.end()
             if revoke:
                 gs.saves.kill_all(reason)
+            gs.saves.end()
             self.settle(gs)
 
 

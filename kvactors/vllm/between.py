@@ -38,7 +38,6 @@ class LoadsBetween:
         self._engine, self._clock, self._deadline_s, self._several = engine, clock, deadline_s, several_groups
         self._waiting: dict[Life, Waiting] = {}
         self.deadlines = 0
-        self.failures = 0
 
     def start(self, plan: LoadPlan) -> None:
         """Starts a load; one that cannot be made is reported failed."""
@@ -96,7 +95,6 @@ class LoadsBetween:
         failure = None if waiting.handle is None else waiting.handle.result().failure
         if waiting.handle is not None and failure is None:
             return
-        self.failures += 1
         first = 0 if failure is None else failure.first_token
         reason = waiting.plan.problem if failure is None else failure.reason
         log.warning("a load failed", request=life.request_id, first_token=first, reason=reason)
@@ -108,7 +106,6 @@ class LoadsBetween:
 
     def _hold(self, life: Life, waiting: Waiting, report: WorkerReport, over: set[str], failed: set[str]) -> None:
         waiting.told = True
-        self.failures += 1
         over.add(life.request_id)
         failed.add(life.request_id)
         report.failed[life] = 0

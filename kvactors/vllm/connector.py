@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvactors.devices import MonotonicClock
+from kvactors.devices import MonotonicClock, devices_for
 from kvactors.errors import ConfigError
 from kvactors.log import get_logger
 from kvactors.vllm.agreement import tp_gather
 from kvactors.vllm.layouts import ModelFacts, group_kind, model_name, worker_memory
 from kvactors.vllm.scheduler import SchedulerSide, may_load_layerwise
-from kvactors.vllm.settings import CONSUMER, ConnectorSettings
+from kvactors.vllm.settings import ConnectorSettings
 from kvactors.vllm.stores import lookup_store, worker_store
-from kvactors.vllm.support import VERSIONS, require_supported, require_validated
+from kvactors.vllm.support import VERSIONS, device_type, require_supported, require_validated
 from kvactors.vllm.worker import WorkerSide
 
 try:
-    import vllm
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
         KVConnectorHandshakeMetadata,
@@ -29,7 +28,9 @@ try:
     )
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
+    from kvactors.vllm.events import ConnectorEvents, EventTeller
     from kvactors.vllm.messages import Handshake, StepPlan, WorkerReport
+    from kvactors.vllm.stats import Collector, ConnectorPromMetrics, ConnectorStats, build_prom_metrics
 except ImportError as error:
     raise ConfigError(
         f"this vLLM has no connector interface that KVActorsConnector knows ({error}); it is made for vLLM {VERSIONS}"
@@ -38,6 +39,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -64,6 +66,11 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
         self.settings = ConnectorSettings.of(transfer.kv_connector_extra_config)
         require_supported(vllm_config, kv_cache_config, self.settings)
         _, self._hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        events = vllm_config.kv_events_config
+        self._events_wanted = bool(events and events.enable_kv_cache_events)
+        self._collector = Collector(None)
+        self._teller: EventTeller | None = None
+        self._stored: ConnectorEvents | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -73,7 +80,6 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
         groups = [kv_cache_config.kv_cache_groups[g] for g in kv_cache_config.prefix_cacheable_group_ids]
         kinds = [group_kind(group.kv_cache_spec) for group in groups]
         stages = vllm_config.parallel_config.pipeline_parallel_size
-        events = vllm_config.kv_events_config
         return SchedulerSide(
             self.settings,
             MonotonicClock(),
@@ -82,7 +88,7 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
             layerwise=may_load_layerwise(kv_cache_config.kv_cache_groups, kinds, self.settings, stages),
             retention=kv_cache_config.prefix_cache_retention_interval,
             hash_tokens=self._hash_tokens,
-            events=bool(events and events.enable_kv_cache_events),
+            events=self._events_wanted,
         )
 
     @property
@@ -119,13 +125,17 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
             memory,
             worker_store(self.settings)(),
             hash_tokens=self._hash_tokens,
-            devices=_devices(config),
+            devices=devices_for(device_type(config)),
             clock=MonotonicClock(),
             reporting={name for name in memory.names if _reports(modules.get(name))},
             tp_rank=facts.tp_rank,
             gather=tp_gather if facts.tp_size > 1 else None,
             several_groups=len(self._kv_cache_config.kv_cache_groups) > 1,
+            events=self._events_wanted,
         )
+        rank = facts.pp_rank * facts.tp_size + facts.tp_rank
+        self._collector = Collector(rank)
+        self._teller = EventTeller(self._kv_cache_config, memory.layout, self._hash_tokens, rank)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return None if self._worker is None else Handshake(self._worker.memory.layout, self._hash_tokens)
@@ -175,6 +185,36 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return None if self._worker is None else self._worker.report()
 
+    def get_kv_connector_kv_cache_events(self) -> ConnectorEvents | None:
+        if self._worker is None or self._teller is None or not self._events_wanted:
+            return None
+        return self._teller.events(self._worker.stored())
+
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        if self._scheduler is not None:
+            return self._collector.collect(None, self._scheduler.totals())
+        if self._worker is None:
+            return None
+        engine = self._worker.engine
+        now = engine.stats()
+        return self._collector.collect(now, self._worker.totals(), now.queued, engine.pending_saves)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        return ConnectorStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ConnectorPromMetrics:
+        return build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # -- scheduler -----------------------------------------------------------------------------------------------------
 
     @property
@@ -182,10 +222,9 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
         """A store is a cache: a save that is lost is a miss later, and nobody waits for it."""
         return False
 
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
-    ) -> None:
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
         self.scheduler_side.connect({at: m for at, m in metadata.items() if isinstance(m, Handshake)})
+        self._stored = ConnectorEvents(self.scheduler_side.storing_ranks)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): m for rank, m in metadata.items()})
@@ -206,9 +245,16 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
         meta = connector_output.kv_connector_worker_meta
         report = meta if isinstance(meta, WorkerReport) else None
         self.scheduler_side.reported(report, connector_output.finished_recving or ())
+        if self._stored is not None and connector_output.kv_cache_events is not None:
+            self._stored.merge_from(connector_output.kv_cache_events)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return () if self._stored is None else self._stored.pop_stored()
 
     def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]  # noqa: ARG002 - vLLM's interface
+        self,
+        request: Request,  # noqa: ARG002 - vLLM's interface
+        block_ids: tuple[list[int], ...],  # noqa: ARG002 - vLLM's interface
     ) -> tuple[bool, dict[str, Any] | None]:
         return False, None  # its saves were over when its last step ended
 
@@ -232,12 +278,3 @@ def _backends(modules: Mapping[str, Any], names: Iterable[str]) -> dict[str, str
         if get is not None:
             found[name] = str(get().get_name())
     return found
-
-
-def _devices(vllm_config: Any) -> Any:
-    from kvactors.devices import CpuDevices
-
-    return CpuDevices()
-
-
-_ = (vllm, CONSUMER)

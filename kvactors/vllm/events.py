@@ -7,11 +7,15 @@ side keeps one `ConnectorEvents`, into which it merges those of every step: rank
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored, KVConnectorKVEvents
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+from kvactors.core.layout import KVLayout
+from kvactors.vllm.worker import StoredBlock
 
 MAX_INCOMPLETE = 100_000
 """Blocks that wait for further ranks; beyond it the oldest are dropped, and never told. They hold no tokens."""
@@ -130,3 +134,35 @@ def block_stored(
         kv_cache_spec_sliding_window=window,
         locality="REMOTE",
     )
+
+
+class EventTeller:
+    """A worker's blocks as vLLM's events, with what vLLM says of their groups."""
+
+    def __init__(self, config: Any, layout: KVLayout, hash_tokens: int, rank: int) -> None:
+        self._layout, self._hash_tokens, self._rank = layout, hash_tokens, rank
+        specs = {g.id: config.kv_cache_groups[g.id].kv_cache_spec for g in layout.groups}
+        self._kinds = {g: str(get_kv_cache_spec_kind(spec).value) for g, spec in specs.items()}
+        self._windows = {g: get_kv_cache_spec_sliding_window(spec) for g, spec in specs.items()}
+
+    def events(self, stored: Iterable[StoredBlock]) -> ConnectorEvents:
+        """One report of this rank."""
+        report = ConnectorEvents({}, self._rank)
+        report.add_events(
+            [
+                block_stored(
+                    hashes=request.hashes,
+                    index=index,
+                    token_ids=request.event.token_ids,
+                    block_tokens=self._layout.group(group_id).block_tokens,
+                    hash_tokens=self._hash_tokens,
+                    group_id=group_id,
+                    spec_kind=self._kinds[group_id],
+                    window=self._windows[group_id],
+                    lora_name=request.event.lora_name,
+                )
+                for request, group_id, index in stored
+                if request.event is not None
+            ]
+        )
+        return report

@@ -1,8 +1,8 @@
 """Which caches report by themselves, and when a physical layer is complete.
 
-vLLM calls the connector before and after each attention layer, by the layer's name. Recurrent layers, drafts and caches that a
-layer writes on the side (an indexer's) are not reported, or not when they are final: their layers are "hookless", and the end of
-the step stands for them.
+vLLM calls the connector before and after each attention layer, by the layer's name. Recurrent layers, drafts and caches that
+a layer writes on the side (an indexer's) are not reported, or not when they are final: their layers are "hookless", and the end
+of the step stands for them.
 """
 
 from __future__ import annotations

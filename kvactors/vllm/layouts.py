@@ -1,4 +1,4 @@
-"""From vLLM's cache configuration to a layout: groups with their kinds, and on a worker the entries and addresses of its caches.
+"""From vLLM's cache configuration to a layout: groups with their kinds, and on a worker the entries and addresses of caches.
 
 Both halves read specifications by attribute and class name: the scheduler sees a group's own specification, a worker may see a
 wrapper of its layers' specifications, and both must come to the same digest. So nothing of how a framework wraps them goes in.

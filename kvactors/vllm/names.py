@@ -49,7 +49,9 @@ def cache_names(names: Iterable[str], hidden_layers: int) -> dict[str, CacheName
         found[name] = CacheName(layer, entry, draft=layer >= hidden_layers)
         other = taken.setdefault((layer, entry), name)
         if other != name:
-            raise LayoutError(f"{other!r} and {name!r} are one cache of layer {layer} by their names; give each a name of its own")
+            raise LayoutError(
+                f"{other!r} and {name!r} are one cache of layer {layer} by their names; give each a name of its own"
+            )
     return found
 
 

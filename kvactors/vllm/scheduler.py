@@ -7,23 +7,24 @@ was saved, and how far it may still be loaded after a load failed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvactors.core.clock import Clock
 from kvactors.core.layout import GroupKind, KVLayout
+from kvactors.core.lookup import KeySpace
 from kvactors.core.reachability import Reachability
 from kvactors.core.steps import NULL_BLOCK, GroupBlocks
 from kvactors.core.store import Store
 from kvactors.engine import BlockingEngine
 from kvactors.errors import ConfigError
 from kvactors.log import get_logger
-from kvactors.vllm.stores import Opener
 from kvactors.vllm.matching import Matches
 from kvactors.vllm.messages import Event, Handshake, Life, LoadPlan, RequestPlan, StepPlan, WorkerReport, one_layout_per_stage
 from kvactors.vllm.pins import Pins
 from kvactors.vllm.saves import SavePlanner, local_ids, sparse_table
 from kvactors.vllm.settings import ConnectorSettings
+from kvactors.vllm.stores import Opener
 
 log = get_logger("kvactors.vllm.scheduler")
 
@@ -104,6 +105,7 @@ class SchedulerSide:
         self._offers: dict[str, int] = {}
         """request id -> tokens that vLLM itself had when it was told of a match"""
         self._block_tokens: dict[int, int] = {}
+        self._storing_ranks: dict[int, int] = {}
         self._pending: list[LoadPlan] = []
         self._ended: list[Life] = []
 
@@ -121,6 +123,7 @@ class SchedulerSide:
             raise ConfigError(f"workers hash every {sorted(units)} tokens, the scheduler every {self._hash_tokens}")
         groups = stages[0].groups
         self._block_tokens = {g.id: g.block_tokens for g in groups}
+        self._storing_ranks = {g.id: KeySpace(stages).keys_per_block(g.id) for g in groups}
         self._planner = SavePlanner(Reachability(groups, self._hash_tokens), self._retention)
         if self._loads:
             self._store = self._opener()
@@ -334,13 +337,18 @@ class SchedulerSide:
             self._ended.append(life)
             tracked.life = Life(life.request_id, life.number + 1)
 
-    def stats_changed(self) -> Counters:
+    def totals(self) -> dict[str, float]:
         """The counters, with those that the engine and the open questions keep."""
         if self._matches is not None and self._engine is not None:
             self.counters.lookups = self._matches.asked
             self.counters.lookup_deferred = self._matches.deferred
             self.counters.lookup_errors = self._engine.stats().lookup_errors
-        return self.counters
+        return asdict(self.counters)
+
+    @property
+    def storing_ranks(self) -> dict[int, int]:
+        """Group id -> how many ranks store a part of each of its blocks."""
+        return dict(self._storing_ranks)
 
     @property
     def busy(self) -> bool:
@@ -351,7 +359,7 @@ class SchedulerSide:
 def _load_blocks(
     tables: Mapping[int, Sequence[int]], wanted: Mapping[int, Sequence[int]]
 ) -> tuple[dict[int, GroupBlocks], str]:
-    """The blocks to load, and what is wrong with them: a hit needs every one of them, so a block without memory fails it all."""
+    """The blocks to load, and what is wrong with them: a hit needs every one, so a block without memory fails it all."""
     problems = []
     for group_id, indices in wanted.items():
         table = tables.get(group_id, ())

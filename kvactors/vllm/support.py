@@ -17,7 +17,9 @@ log = get_logger("kvactors.vllm")
 
 VERSIONS = "0.32 and 0.33"
 
-VALIDATED_BACKENDS = frozenset({"CPU_ATTN", "CPU_MLA", "GDN_ATTN", "MAMBA2_ATTN", "MAMBA1_ATTN", "SHORT_CONV_ATTN", "LINEAR_ATTN"})
+VALIDATED_BACKENDS = frozenset(
+    {"CPU_ATTN", "CPU_MLA", "GDN_ATTN", "MAMBA2_ATTN", "MAMBA1_ATTN", "SHORT_CONV_ATTN", "LINEAR_ATTN"}
+)
 """Attention backends whose caches have been moved and compared bit for bit (tests/vllm), and those of recurrent layers."""
 
 REFUSED_SPECS: Mapping[str, str] = {
@@ -37,7 +39,7 @@ def require_supported(vllm_config: Any, kv_cache_config: Any, settings: Connecto
     problems = [
         *_of_caches(kv_cache_config),
         *_of_parallelism(vllm_config.parallel_config, settings),
-        *_of_the_device(vllm_config, kv_cache_config),
+        *_of_the_device(vllm_config),
         *_of_settings(vllm_config, kv_cache_config, settings),
     ]
     if problems:
@@ -91,8 +93,13 @@ def _of_parallelism(parallel: Any, settings: ConnectorSettings) -> Iterator[str]
         )
 
 
-def _of_the_device(vllm_config: Any, config: Any) -> Iterator[str]:
-    device = str(getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu"))
+def device_type(vllm_config: Any) -> str:
+    """ "cpu", "cuda", "npu", …"""
+    return str(getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu"))
+
+
+def _of_the_device(vllm_config: Any) -> Iterator[str]:
+    device = device_type(vllm_config)
     dtype = str(getattr(vllm_config.cache_config, "cache_dtype", "auto"))
     if device == "cpu" and dtype.startswith(("fp8", "nvfp4", "int8")):
         yield f"kv-cache-dtype {dtype} on a CPU, whose kernels have no such cache; use auto"
@@ -122,7 +129,7 @@ def require_validated(vllm_config: Any, backends: Mapping[str, str], settings: C
     Raises:
         ConfigError: something is not validated and was not opted into.
     """
-    device = str(getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu"))
+    device = device_type(vllm_config)
     doubts = [f"attention backend {name}" for name in sorted(set(backends.values()) - VALIDATED_BACKENDS)]
     if device != "cpu":
         doubts.append(f"device {device}")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 from kvactors.core.clock import Clock
 from kvactors.core.events import DeviceEvent, Devices
@@ -39,7 +40,6 @@ class Counters:
     """time that layers waited for their loads"""
     save_wait_s: float = 0.0
     """time that steps waited at their end for their saves"""
-    failed_loads: int = 0
     load_deadlines: int = 0
     recovered_loads: int = 0
     aborted_steps: int = 0
@@ -61,6 +61,14 @@ class OpenStep:
     recovered: set[str] = field(default_factory=set)
 
 
+class StoredBlock(NamedTuple):
+    """A block that this rank committed."""
+
+    request: RequestPlan
+    group_id: int
+    block_index: int
+
+
 class WorkerSide:
     """See the module.
 
@@ -69,6 +77,7 @@ class WorkerSide:
         store: opened; the memory is registered with it here.
         reporting: names of the caches whose layers vLLM reports.
         gather: collects a value from all TP ranks; None where there is one.
+        events: whether `stored` is asked for.
         several_groups: vLLM's cache groups are more than one, and it takes no block ids of failed loads.
     """
 
@@ -85,6 +94,7 @@ class WorkerSide:
         tp_rank: int = 0,
         gather: Gather | None = None,
         several_groups: bool,
+        events: bool = False,
     ) -> None:
         self.memory, self.counters = memory, Counters()
         self._settings, self._clock, self._devices, self._gather = settings, clock, devices, gather
@@ -110,6 +120,8 @@ class WorkerSide:
         self._invalid: set[int] = set()
         self._report = WorkerReport()
         self._told_silent = False
+        self._events = events
+        self._unsettled: list[OpenStep] = []
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -162,9 +174,8 @@ class WorkerSide:
     def _load_failed(self, now: OpenStep, life: str, layer: int) -> None:
         failure = now.step.failures[life]
         request = now.requests.get(life)
-        if request is None or life not in now.failed and self._recovered(now, request, layer):
+        if request is None or (life not in now.failed and self._recovered(now, request, layer)):
             return
-        self.counters.failed_loads += 1
         log.warning(
             "a load failed inside a step",
             request=life,
@@ -267,7 +278,10 @@ class WorkerSide:
             if life not in now.recovered:
                 now.failed.setdefault(life, (failure.layer, failure.first_token))
         self._tell_failures(now)
-        now.step.settled_within(SETTLE_S)
+        if not now.step.settled_within(SETTLE_S):
+            log.info("commits of a step go on after its end", step=now.step.id)
+        if self._events:
+            self._unsettled.append(now)
         self.counters.save_wait_s += time.perf_counter() - began
         if now.failed and self._several:
             raise LoadFailedError(
@@ -329,13 +343,26 @@ class WorkerSide:
         """Requests whose loads between steps are over, and those of them that failed as a whole."""
         over, failed, invalid = self.between.poll(self._report)
         self._invalid |= invalid
-        self.counters.load_deadlines = self.between.deadlines
         return over, failed
 
     def invalid_blocks(self) -> set[int]:
         """Local blocks whose loads failed; vLLM takes them with one cache group only."""
         invalid, self._invalid = self._invalid, set()
         return set() if self._several else invalid
+
+    def stored(self) -> list[StoredBlock]:
+        """Blocks that were committed since the last call, by their requests; only with `events`."""
+        found: list[StoredBlock] = []
+        for past in [p for p in self._unsettled if p.step.settled_within(0)]:
+            self._unsettled.remove(past)
+            found += [StoredBlock(past.requests[o.request_id], o.group_id, o.block_index) for o in past.step.saved]
+        return found
+
+    def totals(self) -> dict[str, float]:
+        """The counters since the start."""
+        own = asdict(self.counters)
+        own["load_deadlines"] = self.between.deadlines
+        return own
 
     def report(self) -> WorkerReport | None:
         """What happened since the last report; None: nothing."""
@@ -350,5 +377,3 @@ class WorkerSide:
 
 def _table(request: RequestPlan, group_id: int) -> set[int]:
     return {int(b) for b in request.groups[group_id].block_ids} - {NULL_BLOCK}
-
-
