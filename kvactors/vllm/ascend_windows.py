@@ -10,14 +10,16 @@ Which methods: vLLM-Ascend at 182b75ea (August 2026); docs/ascend.md has the tab
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
 from typing import Any
 
+from kvactors.core.events import Devices
 from kvactors.log import get_logger
-from kvactors.vllm.ascend_hooks import AscendLayers
+from kvactors.vllm.ascend_hooks import AscendLayers, LayerHooks, StateLayerOrder
+from kvactors.vllm.names import CacheName
 
 LayersOf = Callable[[], AscendLayers | None]
 Method = Callable[..., Any]
@@ -158,3 +160,19 @@ PLACES = (
     Place("wait in MLA's decode", f"{_ATTENTION}.mla_v1", "AscendMLAImpl", "forward", _waits, _NAME_AND_METADATA, _UNWAITED),
     Place("names for GDN", _GDN, "QwenGatedDeltaNetAttention", "_forward_core", _named, (), _IN_ORDER),
 )
+
+
+def ascend_layers(
+    hooks: LayerHooks, devices: Devices, names: Mapping[str, CacheName], reporting: Collection[str]
+) -> AscendLayers:
+    """A worker's layers as vLLM-Ascend reports them, with their windows installed.
+
+    Args:
+        names: every cache's place.
+        reporting: those of attention layers; the others of the model itself are states.
+    """
+    own = sorted((at.layer, name) for name, at in names.items() if not at.draft)
+    layers = AscendLayers(hooks, devices, StateLayerOrder([name for _, name in own], reporting))
+    found = install(lambda: layers)
+    log.info("compute windows", kinds=sorted(found))
+    return layers

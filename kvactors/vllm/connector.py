@@ -9,6 +9,8 @@ from kvactors.devices import MonotonicClock, devices_for
 from kvactors.errors import ConfigError
 from kvactors.log import get_logger
 from kvactors.vllm.agreement import tp_gather
+from kvactors.vllm.ascend_hooks import AscendLayers
+from kvactors.vllm.ascend_windows import ascend_layers
 from kvactors.vllm.layouts import ModelFacts, group_kind, model_name, worker_memory
 from kvactors.vllm.scheduler import SchedulerSide, may_load_layerwise
 from kvactors.vllm.settings import ConnectorSettings
@@ -70,6 +72,7 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
         self._events_wanted = bool(events and events.enable_kv_cache_events)
         self._collector = Collector(None)
         self._teller: EventTeller | None = None
+        self._ascend: AscendLayers | None = None
         self._stored: ConnectorEvents | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -120,19 +123,23 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
             pp_rank=pp.rank_in_group,
         )
         memory = worker_memory(self._kv_cache_config, kv_caches, facts, self.settings.namespace)
+        reporting = {name for name in memory.names if _reports(modules.get(name))}
+        devices = devices_for(device_type(config))
         self._worker = WorkerSide(
             self.settings,
             memory,
             worker_store(self.settings)(),
             hash_tokens=self._hash_tokens,
-            devices=devices_for(device_type(config)),
+            devices=devices,
             clock=MonotonicClock(),
-            reporting={name for name in memory.names if _reports(modules.get(name))},
+            reporting=reporting,
             tp_rank=facts.tp_rank,
             gather=tp_gather if facts.tp_size > 1 else None,
             several_groups=len(self._kv_cache_config.kv_cache_groups) > 1,
             events=self._events_wanted,
         )
+        if device_type(config) == "npu":
+            self._ascend = ascend_layers(self._worker, devices, memory.names, reporting)
         rank = facts.pp_rank * facts.tp_size + facts.tp_rank
         self._collector = Collector(rank)
         self._teller = EventTeller(self._kv_cache_config, memory.layout, self._hash_tokens, rank)
@@ -153,6 +160,8 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, StepPlan):
             self._worker.begin(connector_metadata)
+            if self._ascend is not None and connector_metadata.runs:
+                self._ascend.begin_step()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002 - vLLM's interface
         plan = self._connector_metadata
@@ -160,16 +169,26 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
             self._worker.start_loads(plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        if self._worker is not None:
+        if self._ascend is not None:
+            self._ascend.wait_for_layer_load(layer_name)
+        elif self._worker is not None:
             self._worker.wait_layer(layer_name)
 
+    def on_kv_cache_written(self, layer_name: str = "") -> None:
+        """vLLM-Ascend: the layer's caches are written, its attention comes next."""
+        if self._ascend is not None:
+            self._ascend.on_kv_cache_written(layer_name)
+
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        if self._worker is not None:
+        if self._ascend is not None:
+            self._ascend.save_kv_layer(layer_name)
+        elif self._worker is not None:
             self._worker.layer_exit(layer_name)
 
     def wait_for_save(self) -> None:
+        doubt = "" if self._ascend is None else self._ascend.end_step()
         if self._worker is not None:
-            self._worker.wait_for_save()
+            self._worker.wait_for_save(doubt)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         over, failed = self.worker_side.finished_loads() if self._worker is not None else (set(), set())

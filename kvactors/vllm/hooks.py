@@ -18,13 +18,15 @@ from kvactors.vllm.names import CacheName
 class LayerHooks:
     """Attributes:
     stage_layers: name of a cache -> stage layer.
-    hookless: stage layers whose saves wait for the end of the step.
+    hookless: stage layers whose saves wait for the end of the step, unless all their caches happen to report.
     expected: stage layer -> names that report before it is complete; hookless layers are not in it.
+    early: hookless stage layer -> all its names; a draft's are not in it, it runs more than once.
     """
 
     stage_layers: Mapping[str, int]
     hookless: frozenset[int]
     expected: Mapping[int, frozenset[str]]
+    early: Mapping[int, frozenset[str]]
     _reported: dict[int, set[str]] = field(default_factory=dict)
 
     @classmethod
@@ -45,7 +47,12 @@ class LayerHooks:
                 expected.setdefault(layer, set()).add(name)
         hookless |= set(stage_layers.values()) - set(expected)
         found = {layer: frozenset(caches) for layer, caches in expected.items() if layer not in hookless}
-        return cls(stage_layers, frozenset(hookless), found)
+        drafts = {stage_layers[name] for name, at in names.items() if at.draft}
+        early: dict[int, set[str]] = {}
+        for name, layer in stage_layers.items():
+            if layer in hookless - drafts:
+                early.setdefault(layer, set()).add(name)
+        return cls(stage_layers, frozenset(hookless), found, {layer: frozenset(names) for layer, names in early.items()})
 
     def new_step(self) -> None:
         self._reported = {}
@@ -53,17 +60,18 @@ class LayerHooks:
     def report(self, name: str) -> int | None:
         """A cache's layer was computed; the stage layer if that completes it, once."""
         layer = self.stage_layers.get(name)
-        if layer is None or layer not in self.expected:
+        needed = None if layer is None else self.expected.get(layer) or self.early.get(layer)
+        if layer is None or needed is None:
             return None
         reported = self._reported.setdefault(layer, set())
         new = name not in reported
         reported.add(name)
-        return layer if new and reported >= self.expected[layer] else None
+        return layer if new and reported >= needed else None
 
     @property
     def silent(self) -> bool:
-        """Whether nothing was reported in this step."""
-        return not self._reported
+        """Whether no layer that should report did in this step."""
+        return not any(layer in self.expected for layer in self._reported)
 
     def missing(self) -> list[int]:
         """Stage layers that are not complete."""

@@ -43,6 +43,7 @@ class ConnectorSettings:
         memory_capacity: size of the "memory" store, bytes or text such as "4GB".
         allow_unvalidated: go on with graph modes and attention backends that nobody has validated.
         prefill_pp_size: pipeline stages of the instances that save; must be this instance's own.
+        prefill_tp_size, decode_tp_size: TP ranks of the instances that share the pool; must be this instance's own.
     """
 
     backend: Literal["mooncake", "memory"] = "mooncake"
@@ -64,6 +65,8 @@ class ConnectorSettings:
     memory_capacity: int | str = 1 << 30
     allow_unvalidated: bool = False
     prefill_pp_size: int | None = None
+    prefill_tp_size: int | None = None
+    decode_tp_size: int | None = None
 
     @classmethod
     def of(cls, extra: Mapping[str, Any] | None) -> ConnectorSettings:
@@ -73,7 +76,8 @@ class ConnectorSettings:
             ConfigError: names every unknown key and every value that makes no sense.
         """
         given = dict(extra or {})
-        problems = [_unknown(key) for key in given if key not in _CHECKS and key not in WITHOUT_EFFECT]
+        problems = [f"{key}: {why}" for key, why in REFUSED.items() if key in given]
+        problems += [_unknown(key) for key in given if not any(key in known for known in (_CHECKS, WITHOUT_EFFECT, REFUSED))]
         values: dict[str, Any] = {}
         for key, check in _CHECKS.items():
             if key in given:
@@ -107,8 +111,17 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "mooncake_rpc_port": "the scheduler asks the store itself, there is no lookup server",
     "h2d_stagger_us": "loads are ordered by the engine's queue",
     "prefill_pp_layer_partition": "stages publish their layers when they start",
+    "ascend_local_comm_res_path": "vLLM-Ascend's worker reads it itself",
+    "prefill": "vLLM-Ascend reads it itself",
+    "decode": "vLLM-Ascend reads it itself",
 }
-"""Keys of AscendStoreConnector that have nothing to do here, and why."""
+"""Keys that have nothing to do here, and why."""
+
+REFUSED: Mapping[str, str] = {
+    "layerwise_num_shared_buffers": "layers keep their own caches here; blocks of several groups cannot share a buffer",
+    "layerwise_independent_layers": "layers keep their own caches here; blocks of several groups cannot share a buffer",
+}
+"""Keys of AscendStoreConnector that ask for what is not here."""
 
 
 def _unknown(key: str) -> str:
@@ -127,15 +140,19 @@ def _flag_or_none(value: Any) -> bool | None:
 
 
 def _count(value: Any) -> int:
+    if isinstance(value, str) and value.isascii() and value.isdigit():  # AscendStoreConnector takes numbers as text
+        value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError("must be a whole number >= 0")
     return value
 
 
 def _positive(value: Any) -> int | None:
-    if value is not None and _count(value) < 1:
+    if value is None:
+        return None
+    if (count := _count(value)) < 1:
         raise ValueError("must be a whole number >= 1")
-    return None if value is None else int(value)
+    return count
 
 
 def _seconds(value: Any) -> float:
@@ -155,9 +172,10 @@ def _size(value: Any) -> int:
 
 
 def _backend(value: Any) -> str:
-    if value not in ("mooncake", "memory"):
+    name = _text(value).lower()
+    if name not in ("mooncake", "memory"):
         raise ValueError("must be 'mooncake' or 'memory'")
-    return str(value)
+    return name
 
 
 _CHECKS: Mapping[str, Callable[[Any], Any]] = {
@@ -180,6 +198,8 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "memory_capacity": _size,
     "allow_unvalidated": _flag,
     "prefill_pp_size": _positive,
+    "prefill_tp_size": _positive,
+    "decode_tp_size": _positive,
 }
 
 assert set(_CHECKS) == {f.name for f in fields(ConnectorSettings)}

@@ -85,6 +85,13 @@ def _of_parallelism(parallel: Any, settings: ConnectorSettings) -> Iterator[str]
         size = getattr(parallel, name, 1)
         if size > 1:
             yield f"{what} ({name}={size}): it shards the tokens of a block over ranks; set it to 1"
+    for key in ("prefill_tp_size", "decode_tp_size"):
+        ranks = getattr(settings, key)
+        if ranks is not None and ranks != parallel.tensor_parallel_size:
+            yield (
+                f"{key}={ranks} with tensor_parallel_size={parallel.tensor_parallel_size}: objects are one rank's heads; run "
+                "both with the same number of ranks"
+            )
     stages = settings.prefill_pp_size
     if stages is not None and stages != parallel.pipeline_parallel_size:
         yield (

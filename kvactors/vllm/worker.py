@@ -247,8 +247,11 @@ class WorkerSide:
 
     # -- the end of a step ---------------------------------------------------------------------------------------------
 
-    def wait_for_save(self) -> None:
+    def wait_for_save(self, doubt: str = "") -> None:
         """Every save and load of the step is over when this returns; if the forward pass failed, nothing of it is published.
+
+        Args:
+            doubt: why the step must not be published, if whoever reports the layers knows one.
 
         Raises:
             LoadFailedError: a load of several groups failed inside the step: vLLM cannot be told which requests to repeat.
@@ -257,7 +260,7 @@ class WorkerSide:
         if now is None:
             return
         began = time.perf_counter()
-        problem = self._problem(now)
+        problem = doubt or self._problem(now)
         if problem:
             self.counters.aborted_steps += 1
             log.warning("a step is aborted; nothing of it is saved", problem=problem)
