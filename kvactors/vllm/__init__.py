@@ -1,6 +1,6 @@
 """What connects kvactors to vLLM. This package loads without vLLM; its modules import vLLM when they are called.
 
-`KVActorsConnector` is what vLLM asks for by `kv_connector_module_path="kvactors.vllm"`; `AscendStoreConnector` is the same under
+`KVActorsConnector` is what vLLM asks for by `kv_connector_module_path="kvactors.vllm"`; `AscendStoreConnector` is it too, under
 the name for which vLLM-Ascend keeps recurrent states at block boundaries.
 """
 
