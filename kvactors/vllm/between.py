@@ -12,7 +12,7 @@ from kvactors.engine import BlockingEngine, Load
 from kvactors.log import get_logger
 from kvactors.vllm.messages import Life, LoadPlan, WorkerReport
 
-log = get_logger("kvactors.vllm.loads")
+log = get_logger("kvactors.vllm.loads", burst=10)
 
 
 @dataclass(slots=True)

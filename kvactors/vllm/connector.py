@@ -242,7 +242,11 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
         return False
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
-        self.scheduler_side.connect({at: m for at, m in metadata.items() if isinstance(m, Handshake)})
+        handshakes = {at: m for at, m in metadata.items() if isinstance(m, Handshake)}
+        if not handshakes:
+            log.error("no worker published its layout (another connector's did?); nothing is loaded and nothing saved")
+            return
+        self.scheduler_side.connect(handshakes)
         self._stored = ConnectorEvents(self.scheduler_side.storing_ranks)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
@@ -276,6 +280,16 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
         block_ids: tuple[list[int], ...],  # noqa: ARG002 - vLLM's interface
     ) -> tuple[bool, dict[str, Any] | None]:
         return False, None  # its saves were over when its last step ended
+
+    def reset_cache(self) -> bool | None:
+        """A pool that others share is not emptied from here: False, so that nobody takes old entries for gone."""
+        if self._scheduler is None:
+            return None
+        log.error(
+            "the store was not reset; after a change of weights start with another `namespace` in kv_connector_extra_config, "
+            "or empty the pool (`kvactors store flush`)"
+        )
+        return False
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.busy

@@ -26,7 +26,7 @@ from kvactors.vllm.saves import SavePlanner, local_ids, sparse_table
 from kvactors.vllm.settings import ConnectorSettings
 from kvactors.vllm.stores import Opener
 
-log = get_logger("kvactors.vllm.scheduler")
+log = get_logger("kvactors.vllm.scheduler", burst=10)
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from kvactors.vllm.layouts import WorkerMemory
 from kvactors.vllm.messages import RequestPlan, StepPlan, WorkerReport
 from kvactors.vllm.settings import ConnectorSettings
 
-log = get_logger("kvactors.vllm.worker")
+log = get_logger("kvactors.vllm.worker", burst=10)
 
 SETTLE_S = 0.25
 """How long the end of a step waits for its commits, so that the next request finds what this one saved."""
