@@ -54,6 +54,10 @@ class LoadsBetween:
         if waiting is not None and waiting.handle is not None and not waiting.handle.done:
             self._engine.release(life.name, ReleaseReason.ABORTED, wait=False)
 
+    def wait(self, seconds: float) -> bool:
+        """Waits until nothing is under way, at most so long for each load; whether that is so."""
+        return all(w.handle is None or w.handle.wait(seconds) for w in self._waiting.values())
+
     def poll(self, report: WorkerReport) -> tuple[set[str], set[str], set[int]]:
         """What is over since the last call.
 

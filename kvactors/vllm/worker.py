@@ -265,6 +265,7 @@ class WorkerSide:
             self.counters.aborted_steps += 1
             log.warning("a step is aborted; nothing of it is saved", problem=problem)
             now.step.abort(problem)
+            now.step.settled_within(SETTLE_S)
             now.failed.update({life: (0, 0) for life, request in now.requests.items() if request.loads})
             self._tell_failures(now)
             return
