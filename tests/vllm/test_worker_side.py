@@ -1,4 +1,4 @@
-"""The connector's side in a worker: steps as vLLM's runner drives them, over a store in memory. No vLLM engine is started.
+"""The connector's side in a worker: steps as vLLM's runner drives them, over a store in memory."""
 
 from __future__ import annotations
 
