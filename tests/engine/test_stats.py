@@ -18,7 +18,7 @@ async def test_a_snapshot_has_the_causes_of_revokes_and_stays_as_it_is() -> None
         await step.abort()
         await step.settled()
         sessions = rig.engine.stats().sessions
-        assert sessions.revoked_by == {"transfer failed": 1, "the step ended before every layer was signalled": 2}
+        assert sessions.revoked_by == {"transfer failed": 1, "aborted": 2}
         assert sum(sessions.revoked_by.values()) == sessions.put_revoked
         assert before.sessions.revoked_by == {}
 
