@@ -214,6 +214,7 @@ class Request:
     shared_prefix_boundary: int = 0
     skip_reading_prefix_cache: bool = False
     lora_request: Any = None
+    hashed: bool = True
     made: int = 0
     """tokens that decoding has made so far"""
 
@@ -227,7 +228,7 @@ class Request:
 
     @property
     def block_hashes(self) -> list[bytes]:
-        return fine_hashes(self.num_tokens // self.hash_tokens, self.prompt)
+        return fine_hashes(self.num_tokens // self.hash_tokens if self.hashed else 0, self.prompt)
 
 
 def block_id(group_id: int, index: int) -> int:

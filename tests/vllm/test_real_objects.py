@@ -135,10 +135,10 @@ def test_a_groups_part_on_each_stage_is_of_the_same_group(wrap: bool) -> None:
     for rank, here in enumerate([(0, 1), (2, 3)]):
         of_worker = {name(n): window if n > 1 else SPECS[GroupKind.FULL] for n in here}
         cut = _project_kv_cache_groups_to_worker(whole, of_worker)
-        stages.append(layout_of(config(*cut), pp_size=2, pp_rank=rank))
+        stages.append(layout_of(config(*cut), tp_size=1, pp_size=2, pp_rank=rank))
     assert [[list(g.layers) for g in s.groups] for s in stages] == [[[0, 1], []], [[], [2, 3]]]
     with Serving(*stages) as vllm:
-        assert vllm.side.storing_ranks == {0: 2, 1: 2}
+        assert vllm.side.storing_ranks == {0: 1, 1: 1}
 
 
 # -- support -----------------------------------------------------------------------------------------------------------

@@ -127,6 +127,16 @@ def test_a_request_that_is_not_to_read_caches_is_not_looked_up() -> None:
         assert vllm.side.totals()["lookups"] == 0
 
 
+@pytest.mark.parametrize("save_decode", [False, True])
+def test_a_request_without_hashes_is_neither_found_nor_saved(save_decode: bool) -> None:
+    """vLLM's prefix caching is off."""
+    with Serving(recurrent(), save_decode_cache=save_decode) as vllm:
+        vllm.put(64)
+        a = vllm.request("a", 100, hashed=False)
+        assert vllm.admit(a) == 0
+        assert saves(vllm.step({"a": 100}, offers={"a": [(1, 777, 96)]})) == {}
+
+
 # -- what vLLM has itself ----------------------------------------------------------------------------------------------
 
 
@@ -472,13 +482,14 @@ def test_loads_that_fail_are_no_hits() -> None:
         assert (totals["hit_tokens"], totals["failed_loads"]) == (0, 1)
 
 
-def test_a_failure_that_a_second_rank_reports_later_ends_no_second_life() -> None:
+@pytest.mark.parametrize(("one", "other"), [(48, 16), (16, 48)])
+def test_a_failure_that_a_second_rank_reports_later_ends_no_second_life(one: int, other: int) -> None:
     with Serving(full()) as vllm:
         vllm.put(64)
         a = vllm.request("a", 100)
         vllm.admit(a)
-        vllm.report(failed={A: 48})
-        vllm.report(failed={A: 16}, over=["a"])
+        vllm.report(failed={A: one})
+        vllm.report(failed={A: other}, over=["a"])
         vllm.preempt(a)
         assert vllm.side.totals()["failed_loads"] == 1
         assert vllm.ask(a) == (16, True)
