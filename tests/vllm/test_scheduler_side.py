@@ -22,7 +22,7 @@ from kvactors.errors import ConfigError, LayoutError
 from kvactors.vllm.messages import Handshake, Life, StepPlan
 from kvactors.vllm.scheduler import SchedulerSide, may_load_layerwise
 from kvactors.vllm.settings import BOTH, CONSUMER, PRODUCER, ConnectorSettings
-from tests.connector.rig import Serving, block_id, fine_hashes, full, group, loads, recurrent, saves, windowed
+from tests.connector.rig import PATIENT_S, Serving, block_id, fine_hashes, full, group, loads, recurrent, saves, windowed
 
 A = Life("a")
 MISS = (0, False)
@@ -240,6 +240,19 @@ def test_a_lookup_that_takes_too_long_is_asked_for_again_in_the_next_step() -> N
             vllm.step()
         assert found == (64, True)
         assert vllm.side.totals()["lookups"] == 1
+
+
+def test_each_step_has_a_budget_for_all_its_lookups() -> None:
+    gate = threading.Event()
+    answers = iter([lambda: vllm.clock.advance(PATIENT_S), lambda: gate.wait(20)])
+    with Serving(full(), lookup=lambda: next(answers)()) as vllm:
+        vllm.put(64)
+        assert vllm.ask(vllm.request("a", 100)) == (64, True)  # and the budget is used up
+        b = vllm.request("b", 100)
+        assert vllm.ask(b) == (None, False)
+        vllm.step()
+        threading.Timer(0.01, gate.set).start()
+        assert vllm.ask(b) == (64, True)
 
 
 # -- chunks, decoding --------------------------------------------------------------------------------------------------
