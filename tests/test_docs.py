@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from kvactors.stores import PRESETS, FaultPlan
+from kvactors.vllm.settings import REFUSED, WITHOUT_EFFECT, ConnectorSettings
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 
 
 def run(*words: str | Path) -> str:
@@ -40,6 +43,27 @@ def test_the_fault_plan_page_shows_a_plan_and_every_preset(tmp_path: Path) -> No
     loaded = FaultPlan.load(path)
     assert (loaded.seed, len(loaded.faults)) == (7, len(PRESETS["slow-store"]) + 5)
     assert set(re.findall(r"^\| `([a-z-]+-?[a-z]*)` \| ", text.split("## The file")[0], re.MULTILINE)) == set(PRESETS)
+
+
+def part(heading: str) -> str:
+    """A part of the vLLM page."""
+    return (ROOT / "docs/vllm.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def test_the_vllm_page_has_every_key_and_its_default() -> None:
+    text = part("Configuration")
+    rows = re.findall(r"^\| `(\w+)` \| \w+ \| (\S+) \|", text, re.MULTILINE)
+    shown = {key: None if default == "unset" else json.loads(default.strip("`")) for key, default in rows}
+    assert shown == {f.name: f.default for f in fields(ConnectorSettings)}
+    others = text.rpartition("|\n\n")[2].split("Two are refused")
+    assert set(re.findall(r"`(\w+)`", others[0])) == set(WITHOUT_EFFECT)
+    assert set(re.findall(r"`(\w+)`", others[1])) == set(REFUSED)
+
+
+def test_the_vllm_page_has_every_metric() -> None:
+    source = (ROOT / "kvactors/vllm/stats.py").read_text()  # it imports vLLM, which may not be here
+    first_cells = re.findall(r"^\| (`.*?) \|", part("Metrics"), re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(first_cells))) == set(re.findall(r'Metric\(\s*"(\w+)"', source))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

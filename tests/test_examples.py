@@ -1,0 +1,57 @@
+"""The examples on vLLM say what is wrong with their arguments, and need no vLLM for it."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "examples/vllm_cpu"
+
+
+@pytest.fixture
+def arguments(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], Any]:
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setitem(sys.modules, "vllm", None)  # importing it would fail
+    monkeypatch.delenv("MOONCAKE_CONFIG_PATH", raising=False)
+    parse: Callable[[list[str]], Any] = runpy.run_path(str(FOLDER / request.param))["arguments"]
+    monkeypatch.delitem(sys.modules, "tiny")
+    return parse
+
+
+@pytest.mark.parametrize("arguments", ["run.py"], indirect=True)
+def test_a_run(arguments: Callable[[list[str]], Any]) -> None:
+    given = arguments([])
+    assert (given.model, given.backend, given.local_master, given.prompts, given.tokens) == ("gptoss", "memory", False, 4, 900)
+    given = arguments(["--model", "qwen3next", "--backend", "mooncake", "--local-master", "--tokens", "400"])
+    assert (given.model, given.backend, given.local_master, given.tokens) == ("qwen3next", "mooncake", True, 400)
+
+
+@pytest.mark.parametrize("arguments", ["compare.py"], indirect=True)
+def test_a_comparison(arguments: Callable[[list[str]], Any]) -> None:
+    given = arguments(["--model", "qwen3", "--rounds", "3", "--no-pause"])
+    assert (given.model, given.prompts, given.tokens, given.rounds, given.no_pause) == ("qwen3", 8, 900, 3, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "problem"),
+    [
+        ("run.py", ["--model", "bert"], "invalid choice"),
+        ("run.py", ["--local-master"], "goes with --backend mooncake"),
+        ("run.py", ["--backend", "mooncake"], "needs --local-master, or MOONCAKE_CONFIG_PATH"),
+        ("run.py", ["--tokens", "2001"], "from 1 to 2000"),
+        ("run.py", ["--prompts", "0"], "at least 1"),
+        ("compare.py", ["--rounds", "0"], "at least 1"),
+    ],
+    indirect=["arguments"],
+)
+def test_what_is_wrong(
+    arguments: Callable[[list[str]], Any], words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        arguments(words)
+    assert problem in capsys.readouterr().err
