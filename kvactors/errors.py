@@ -1,7 +1,8 @@
 """Every error that kvactors raises, under one root.
 
-Three families, so that a caller can tell whose fault it was: `LocalError` (the caller's own mistake, nothing was lost),
-`StoreError` (the store or the transport misbehaved) and `EngineError` (the engine itself cannot go on).
+Families, so that a caller can tell whose fault it was: `LocalError` (the caller's own mistake, nothing was lost),
+`StoreError` (the store or the transport misbehaved), `EngineError` (the engine itself cannot go on) and `DisaggError`
+(prefill and decode worker do not fit each other, or one request of theirs does not).
 Each message says what happened, where, and what to do about it.
 """
 
@@ -60,6 +61,35 @@ class UnregisteredMemoryError(StoreError):
 
 class StoreUnreachableError(StoreError):
     """The store, or its master, does not answer."""
+
+
+class DisaggError(KVActorsError):
+    """A hand-off from a prefill worker to a decode worker cannot be done as asked; see the families below."""
+
+
+class TransferPlanError(DisaggError, LocalError, ValueError):
+    """Regions, ranks, sizes or tokens that the caller gave for a hand-off contradict themselves; nothing was sent."""
+
+
+class PeerMismatchError(DisaggError):
+    """Two workers can hand nothing over to each other; refused once, at the handshake.
+
+    Attributes:
+        what: what does not fit, and where.
+        prefill, decode: the value on each side, as text.
+    """
+
+    def __init__(self, what: str, prefill: object, decode: object, advice: str) -> None:
+        self.what, self.prefill, self.decode = what, str(prefill), str(decode)
+        super().__init__(f"{what}: prefill has {prefill}, decode has {decode}; {advice}")
+
+
+class HandoffBlocksError(DisaggError):
+    """The blocks of one request cannot be handed over; other requests go on."""
+
+
+class HandoffStateError(DisaggError, LocalError):
+    """A hand-off was asked to make a transition that its table does not have; nothing was changed."""
 
 
 class EngineError(KVActorsError):
