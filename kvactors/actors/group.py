@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvactors.actors.actor import Actor, Post
+from kvactors.actors.fences import Fences
 from kvactors.actors.group_step import GroupContext, GroupStep
 from kvactors.actors.loader import Loader
 from kvactors.actors.pool import TransferPool
@@ -75,7 +76,7 @@ class GroupActor(Actor):
         config: EngineConfig,
         clock: Clock,
         upward: Post,
-        fences: dict[tuple[int, int], int],
+        fences: Fences,
         observer: Observer | None = None,
         range_debug: RangeDebug | None = None,
     ) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvactors.actors.actor import Post
+from kvactors.actors.fences import Fences
 from kvactors.actors.mailbox import Mailbox
 from kvactors.actors.pool import TransferPool
 from kvactors.actors.range_debug import RangeDebug
@@ -75,7 +76,7 @@ class GroupContext:
     Attributes:
         key_parts: what stands before and after the hash in this rank's keys.
         stores: whether this rank writes the group's objects.
-        fences: (group, local block id) -> store calls that may still write it.
+        fences: local blocks that store calls past their deadline may still write.
     """
 
     group_id: int
@@ -90,7 +91,7 @@ class GroupContext:
     mailbox: Mailbox[Any]
     upward: Post
     later: Callable[[float, Any], Any]
-    fences: dict[tuple[int, int], int]
+    fences: Fences
     range_debug: RangeDebug | None = None
 
     def key(self, block_hash: bytes) -> str:
@@ -110,13 +111,7 @@ class GroupContext:
 
     def fence(self, call: RangeCall, by: int) -> None:
         """A read past its deadline (+1) may still write its destinations; one that has returned (-1) may not."""
-        for block_id in call.block_ids.tolist():
-            where = (self.group_id, block_id)
-            left = self.fences.get(where, 0) + by
-            if left > 0:
-                self.fences[where] = left
-            else:
-                self.fences.pop(where, None)
+        self.fences.add([(self.group_id, block_id) for block_id in call.block_ids.tolist()], by)
 
     def replied(self) -> None:
         """A reply was taken out of the mailbox."""

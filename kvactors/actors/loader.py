@@ -189,12 +189,11 @@ class Loader:
         """The transfers that load a layer; requests that failed on a later one fail here already."""
         c, state, loads = self._c, gs.state, gs.loads
         assert loads is not None
-        failed = dict(state.failed)
-        for request_id in [r for r, at in failed.items() if at > layer]:
-            blocks = [(c.group_id, loads.blocks[row]) for row in loads.rows_of_request(request_id)]
-            if blocks:  # skipped from here on, so it fails here already (I5)
-                state.fail(request_id, layer, blocks, "")
-        calls = loads.start(layer, failed)
+        lost = loads.lost(state.first_wrong(), state.block_tokens(c.group_id))
+        for row in lost:  # skipped from here on, so its request fails here already (I5)
+            if state.failed[loads.requests[row]] > layer:
+                state.fail(loads.requests[row], layer, [(c.group_id, loads.blocks[row])], "")
+        calls = loads.start(layer, lost)
         if c.range_debug is not None:
             for call in calls:
                 owners = [(loads.requests[row], loads.blocks[row]) for row in call.rows.tolist()]

@@ -162,6 +162,16 @@ class StepState:
             if blocks:
                 self.fail(request.request_id, layer, blocks, reason)
 
+    def first_wrong(self) -> dict[str, int]:
+        """Failed request -> start of its earliest block that will not arrive, tokens: what lies before it goes on."""
+        if not self.failed:
+            return {}
+        with self._lock:
+            return {r: min((i * self._block_tokens[g] for g, i in b), default=0) for r, b in self._broken.items()}
+
+    def block_tokens(self, group_id: int) -> int:
+        return self._block_tokens[group_id]
+
     def failed_by(self, layer: int) -> frozenset[str]:
         """Requests whose load failed on `layer` or before it."""
         if not self.failed:

@@ -1,12 +1,13 @@
 """The gets of one step (or of one `LoadBlocks`) in one group: who wants which key where, and what arrived.
 
 A row is one destination: a block of a request. Several rows may share a key, and so a get session. Once a load of a
-request failed, its later rows are skipped: nothing of it counts as loaded (I5).
+request failed, its rows from there on are skipped: nothing of them counts as loaded (I5). Those before it go on, so that the
+request can start again from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,24 +52,29 @@ class StepLoads:
         self._missed = np.full(len(self.keys), self.ranges.pieces, dtype=np.intp)
         self.opened_at = np.zeros(len(self.keys))
 
-    def rows_of_request(self, request_id: str) -> list[int]:
-        return [row for row, r in enumerate(self.requests) if r == request_id]
-
     def note_opened(self, session: GetSession) -> None:
         """The session of a key is open: its rows are as old as it is."""
         self.opened_at[self.rows_of[session.key]] = session.opened_at
         self.epoch = session.epoch if self.epoch < 0 else min(self.epoch, session.epoch)
 
-    def start(self, layer: int, failed: Container[str]) -> list[RangeCall]:
-        """The calls that load one layer, less the rows of requests that failed."""
+    def lost(self, first_wrong: Mapping[str, int], block_tokens: int) -> set[int]:
+        """Rows that need not be loaded any more: those of failed requests from their first wrong token on.
+
+        Args:
+            first_wrong: request id -> tokens.
+        """
+        if not first_wrong:
+            return set()
+        rows = enumerate(zip(self.requests, self.blocks, strict=True))
+        return {row for row, (r, block) in rows if r in first_wrong and block * block_tokens >= first_wrong[r]}
+
+    def start(self, layer: int, lost: Container[int]) -> list[RangeCall]:
+        """The calls that load one layer, less the rows that are lost."""
         if layer in self.started or layer not in self.ranges.layers:
             return []
         self.started.add(layer)
-        rows = self._live(failed)
+        rows = np.array([row for row in range(len(self.keys)) if row not in lost], dtype=np.intp)
         return range_calls(self.ranges, layer, rows, self.keys, self.block_ids) if len(rows) else []
-
-    def _live(self, failed: Container[str]) -> Rows:
-        return np.array([i for i, r in enumerate(self.requests) if r not in failed], dtype=np.intp)
 
     def returned(self, call: RangeCall, outcomes: Sequence[Outcome]) -> None:
         good = np.fromiter((o is Outcome.OK for o in outcomes), dtype=bool, count=len(outcomes))

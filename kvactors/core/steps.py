@@ -60,7 +60,8 @@ class StepRequest:
 
 @dataclass(frozen=True, slots=True)
 class FailedLoad:
-    """A request whose load failed; nothing from `first_token` on may be used.
+    """A request whose load failed; nothing from `first_token` on may be used. What was to be loaded before it has arrived, once
+    the step has ended.
 
     Attributes:
         layer: first stage layer whose load failed.

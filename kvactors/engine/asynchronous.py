@@ -16,6 +16,7 @@ import anyio
 
 from kvactors.actors.audit import AuditedStore
 from kvactors.actors.coordinator import Coordinator
+from kvactors.actors.fences import Fences
 from kvactors.actors.group import GroupActor
 from kvactors.actors.latch import Latch, SaveGate
 from kvactors.actors.pool import Executor, TransferPool
@@ -118,7 +119,7 @@ class Engine:
         self._stages = list(stages) or [layout]
         self._keys: KeySpace | None = KeySpace(self._stages) if stages or layout.pp_size == 1 else None
         self._states: dict[int, StepState] = {}
-        self._fences: dict[tuple[int, int], int] = {}
+        self.fences = Fences()
         self.gate = SaveGate(config.max_pending_saves)
         self._taints = Taints(self.reachability)
         self._pool = TransferPool(
@@ -179,7 +180,7 @@ class Engine:
             config=self.config,
             clock=self.clock,
             upward=lambda m: self._coordinator.mailbox.post(m),
-            fences=self._fences,
+            fences=self.fences,
             observer=observer,
             range_debug=self._range_debug,
         )
@@ -218,7 +219,7 @@ class Engine:
         task, self._task = self._task, None
         await task
         if not await self._pool.stop().wait_async(CLOSE_GRACE_S):
-            log.warning("closed with store calls under way; they may still touch memory", fenced=len(self._fences))
+            log.warning("closed with store calls under way; they may still touch memory", fenced=len(self.fences))
 
     async def __aenter__(self) -> Engine:
         await self.start()
@@ -270,8 +271,7 @@ class Engine:
         self._coordinator.answer_all()
 
     def _fence(self, blocks: Iterable[tuple[int, int]]) -> None:
-        for where in blocks:
-            self._fences[where] = max(1, self._fences.get(where, 0))
+        self.fences.keep(blocks)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -484,7 +484,7 @@ class Engine:
     @property
     def fenced_blocks(self) -> frozenset[tuple[int, int]]:
         """(group id, local block id) that a store call past its deadline may still write; never reuse one while it is here."""
-        return frozenset(self._fences)
+        return self.fences.blocks()
 
     @property
     def pending_saves(self) -> int:

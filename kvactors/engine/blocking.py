@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from kvactors.actors.step_state import StepState
@@ -159,6 +159,10 @@ class BlockingEngine:
     @property
     def fenced_blocks(self) -> frozenset[tuple[int, int]]:
         return self._engine.fenced_blocks
+
+    def wait_unfenced(self, blocks: Collection[tuple[int, int]], seconds: float) -> bool:
+        """Waits at most so long until no store call may write these blocks any more; whether that is so."""
+        return self._engine.fences.wait_clear(blocks, seconds)
 
     @property
     def layout(self) -> KVLayout:

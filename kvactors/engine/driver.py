@@ -46,7 +46,7 @@ class StepDriver:
             layout.stage_layer(layer) for g in layout.groups if g.kind is GroupKind.STATE for layer in g.layers
         )
 
-    def signal(self, state: StepState, layer: int, event: DeviceEvent | None, phase: Phase) -> None:
+    def signal(self, state: StepState, layer: int, event: DeviceEvent | None, phase: Phase, *, save: bool = True) -> None:
         """A layer is ready: counts its save task, and posts only if somebody has something to do.
 
         A layer that holds any recurrent state posts all its saves after compute: at its entry the state is the previous
@@ -63,7 +63,7 @@ class StepDriver:
         loads = state.loads.get(layer)
         if loads is not None and not loads.ended:
             state.fail_layer(layer, f"layer {layer} was signalled before its loads had been waited for")
-        saves = layer in state.save_layers and layer not in state.saves
+        saves = save and layer in state.save_layers and layer not in state.saves
         saves = saves and (phase is Phase.EXIT or layer not in self._state_layers)
         if saves:
             self._gate.add()

@@ -50,9 +50,14 @@ class StepView:
         """Whether nothing is moved for this step."""
         return self._state.passed_through
 
-    def layer_ready(self, layer: int, event: DeviceEvent | None = None, phase: Phase = Phase.EXIT) -> None:
-        """The layer's cache is written once `event` (default: recorded now) fires: save it, load ahead. Never blocks."""
-        self._engine.driver.signal(self._state, layer, event, phase)
+    def layer_ready(
+        self, layer: int, event: DeviceEvent | None = None, phase: Phase = Phase.EXIT, *, save: bool = True
+    ) -> None:
+        """The layer's cache is written once `event` (default: recorded now) fires: save it, load ahead. Never blocks.
+
+        Without `save` only the loads go on; the layer's saves follow with a later call for it.
+        """
+        self._engine.driver.signal(self._state, layer, event, phase, save=save)
 
     def fail(self, request_id: str, layer: int, reason: str) -> None:
         """Another rank's load of the request failed on stage layer `layer`: what is computed from there on is wrong here too.

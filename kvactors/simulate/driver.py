@@ -333,7 +333,9 @@ class Driver:
             theirs = self.blocks[other].layout.pp_rank
             if theirs >= stage:
                 r.wrong.add(other)
-                step.fail(r.id, layer if theirs == stage else 0, "another rank's load failed")
+                at = layer if theirs == stage else 0
+                if r.id not in step.failures or step.failures[r.id].layer > at:
+                    step.fail(r.id, at, "another rank's load failed")
 
     async def _compute(self, step: Step, rank: int, layer: int, batch: list[SimRequest], ends: dict[str, int]) -> None:
         layout = self.blocks[rank].layout
@@ -411,6 +413,12 @@ class Driver:
             local.give_back(g.id, ids)
         self.judge.must(old._state.ended.is_open, "I9: a step that was overtaken did not end")
 
+    def _judge_rest(self, r: SimRequest, rank: int, step: Step) -> None:
+        """What a failed load says it has brought in is there."""
+        for g in self.blocks[rank].layout.groups:
+            for layer in {self.blocks[rank].layout.stage_layer(layer) for layer in g.layers}:
+                self.judge.loaded(r, rank, g, layer, before=step.failures[r.id].first_token)
+
     async def _after(self, batch: list[SimRequest], steps: Sequence[Step], ends: dict[str, int]) -> None:
         failed = {r for step in steps for r in step.failures}
         for r in batch:
@@ -421,6 +429,7 @@ class Driver:
                     if r.id in step.failures:
                         r.first_wrong = step.failures[r.id].first_token
                         self.judge.failure(step.failures[r.id], rank, r)
+                        self._judge_rest(r, rank, step)
                 self._excuse(r, ends[r.id])
                 if self._rng.random() < 0.5 and r.failures == 0:
                     r.failures = 1  # carries on, computing from missing KV: must never be published

@@ -27,13 +27,14 @@ class Judge:
         k = g.block_tokens // self._hash_tokens
         return r.hashes[(index + 1) * k - 1]
 
-    def loaded(self, r: SimRequest, rank: int, g: Group, layer: int) -> None:
+    def loaded(self, r: SimRequest, rank: int, g: Group, layer: int, before: int | None = None) -> None:
+        """The layer's blocks hold their bytes; `before`: those that begin before this token, where a load failed."""
         layout, local = self.blocks[rank].layout, self.blocks[rank]
         if not g.layers or not r.hit:
             return
         n = [x.id for x in layout.groups].index(g.id)
         for i, needed in enumerate(r.masks[n]):
-            if needed:
+            if needed and (before is None or i * g.block_tokens < before):
                 block_hash = self.hash_of(g, r, i)
                 if local.key(g.id, block_hash) in self.world.pool.damaged:
                     continue

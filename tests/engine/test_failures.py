@@ -186,6 +186,29 @@ async def test_a_failed_get_marks_all_groups_that_cover_its_tokens_and_no_other_
         assert rig.loaded_right(b)
 
 
+@pytest.mark.parametrize("what", ["gone", "every layer", "a later layer"])
+async def test_what_lies_before_a_failed_block_arrives_whole(what: str) -> None:
+    """A request starts again from its first failed token: the blocks before it are used then."""
+    fine = hashes(4)
+    async with Rig(full_layout(layers=3)) as probe:
+        bad = probe.key(0, 2, fine)
+    nth = {"gone": None, "every layer": None, "a later layer": 2}[what]
+    fault = Fault(what="outcome", call="get_ranges", outcome=FAIL, key=bad, nth=nth)
+    config = {"prefetch_layers": 0}
+    async with Rig(full_layout(layers=3), faults=[] if what == "gone" else [fault], config=config) as rig:
+        await rig.save("w", fine)
+        if what == "gone":
+            rig.memory.remove(bad, force=True)
+        rig.wipe()
+        step, _ = await rig.run(rig.request("a", fine, load={0: range(4)}, first_id=10))
+        assert step.failures["a"].first_token == 32
+        assert all(rig.holds(0, fine[i], 10 + i) for i in range(2))
+        rig.wipe()
+        done = await rig.engine.load("b", rig.request("b", fine, load={0: range(4)}, first_id=20).groups, fine)
+        if done.failure is not None:
+            assert all(rig.holds(0, fine[i], 20 + i) for i in range(done.failure.first_token // 16))
+
+
 async def test_a_missing_key_fails_its_request_at_the_groups_first_layer() -> None:
     async with Rig() as rig:
         fine = hashes(4)

@@ -23,6 +23,7 @@ from kvactors.actors.step_state import LayerTask, StepState
 from kvactors.actors.undertaker import Undertaker
 from kvactors.core import loads as core_loads
 from kvactors.core.coverage import Coverage
+from kvactors.core.loads import StepLoads
 from kvactors.core.ranges import LayerRanges
 from kvactors.core.reachability import Reachability
 from kvactors.core.riders import Riders
@@ -108,6 +109,12 @@ def commit_at_the_models_last_layer(patch: Patch) -> None:
     patch.setattr(StepSaves, "fully_signalled", property(fully))
 
 
+@mutant("flaky-store")
+def what_lies_before_a_failed_block_is_skipped_too(patch: Patch) -> None:
+    """The request would start again from a boundary whose blocks never came."""
+    patch.setattr(StepLoads, "lost", lambda self, wrong, tokens: {i for i, r in enumerate(self.requests) if r in wrong})
+
+
 @mutant("none")
 def refcount_ignored(patch: Patch) -> None:
     real = Loader._give_back
@@ -183,11 +190,11 @@ def stale_step_messages_accepted(patch: Patch) -> None:
                 run.state.begin_save(message.layer, lambda: None)
         await real(self, message)
 
-    def signal(self: Any, state: Any, layer: int, event: Any, phase: Any) -> None:
+    def signal(self: Any, state: Any, layer: int, event: Any, phase: Any, **more: Any) -> None:
         if state.aborted or state.closed:
             self._post(LayerReady(state.id, layer, event, phase, True))
         else:
-            real_signal(self, state, layer, event, phase)
+            real_signal(self, state, layer, event, phase, **more)
 
     real_signal = StepDriver.signal
     patch.setattr(StepDriver, "signal", signal)
