@@ -38,51 +38,64 @@ class LateStore:
     def try_open(self) -> str:
         """Opens the store if it is there; what is wrong if it is not. Blocks for as long as the attempt takes."""
         with self._lock:
-            if self._closed:
-                return "this store was closed"
-            if self._store is not None:
-                return ""
-            try:
-                store = self._opener()
-            except StoreUnreachableError as error:
-                return str(error)
+            if self._store is None and not self._closed:
+                try:
+                    self._store = self._opened()
+                except StoreUnreachableError as error:
+                    return str(error)
+        if not self._closed:
+            return ""
+        self.close()  # whoever closed while it was being opened did not wait for that
+        return "this store was closed"
+
+    def _opened(self) -> Store:
+        store = self._opener()
+        try:
             for address, nbytes in self._regions.items():
                 store.register(address, nbytes)
-            self._store = store
-            return ""
+        except BaseException:
+            store.close()
+            raise
+        return store
 
-    def _reached(self) -> Store:
+    def _here(self) -> Store | None:
         if self._closed:
             raise StoreError("the store was closed; open another")
-        if self._store is None:
-            raise StoreUnreachableError("the store does not answer yet; it is tried again")
         return self._store
 
-    def _away(self, count: int) -> list[Outcome] | None:
-        if self._closed:
-            raise StoreError("the store was closed; open another")
-        return [Outcome.UNREACHABLE] * count if self._store is None else None
+    def _reached(self) -> Store:
+        store = self._here()
+        if store is None:
+            raise StoreUnreachableError("the store does not answer yet; it is tried again")
+        return store
 
     def put_open(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Outcome]:
-        return self._away(len(keys)) or self._reached().put_open(keys, sizes)
+        store = self._here()
+        return [Outcome.UNREACHABLE] * len(keys) if store is None else store.put_open(keys, sizes)
 
     def put_ranges(self, batch: RangeBatch) -> list[Outcome]:
-        return self._away(len(batch.keys)) or self._reached().put_ranges(batch)
+        store = self._here()
+        return [Outcome.UNREACHABLE] * len(batch.keys) if store is None else store.put_ranges(batch)
 
     def put_commit(self, keys: Sequence[str]) -> list[Outcome]:
-        return self._away(len(keys)) or self._reached().put_commit(keys)
+        store = self._here()
+        return [Outcome.UNREACHABLE] * len(keys) if store is None else store.put_commit(keys)
 
     def put_revoke(self, keys: Sequence[str]) -> list[Outcome]:
-        return self._away(len(keys)) or self._reached().put_revoke(keys)
+        store = self._here()
+        return [Outcome.UNREACHABLE] * len(keys) if store is None else store.put_revoke(keys)
 
     def get_open(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Outcome]:
-        return self._away(len(keys)) or self._reached().get_open(keys, sizes)
+        store = self._here()
+        return [Outcome.UNREACHABLE] * len(keys) if store is None else store.get_open(keys, sizes)
 
     def get_ranges(self, batch: RangeBatch) -> list[Outcome]:
-        return self._away(len(batch.keys)) or self._reached().get_ranges(batch)
+        store = self._here()
+        return [Outcome.UNREACHABLE] * len(batch.keys) if store is None else store.get_ranges(batch)
 
     def get_close(self, keys: Sequence[str]) -> list[Outcome]:
-        return self._away(len(keys)) or self._reached().get_close(keys)
+        store = self._here()
+        return [Outcome.UNREACHABLE] * len(keys) if store is None else store.get_close(keys)
 
     def readable(self, keys: Sequence[str]) -> list[bool]:
         return self._reached().readable(keys)
@@ -111,8 +124,13 @@ class LateStore:
         return {} if self._store is None else self._store.stats()
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
+        """Closes what is open. An attempt to open that is under way is not waited for; it closes what it opens."""
+        self._closed = True
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
             store, self._store = self._store, None
+        finally:
+            self._lock.release()
         if store is not None:
             store.close()

@@ -122,6 +122,12 @@ def loaded_from(groups: Mapping[int, GroupBlocks], first: int, block_tokens: Map
     return found - {NULL_BLOCK}
 
 
+def blocks_from(groups: Mapping[int, GroupBlocks], first: int, block_tokens: Mapping[int, int]) -> set[int]:
+    """All local blocks of a request at and after a token, whoever filled them."""
+    found = {int(b) for g, of in groups.items() for i, b in enumerate(of.block_ids) if (i + 1) * block_tokens[g] > first}
+    return found - {NULL_BLOCK}
+
+
 def _places(plan: LoadPlan) -> set[tuple[int, int]]:
     return {(g, int(b.block_ids[i])) for g, b in plan.groups.items() for i in b.load}
 

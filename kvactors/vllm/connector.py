@@ -82,13 +82,21 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
     def _new_scheduler(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerSide:
         groups = [kv_cache_config.kv_cache_groups[g] for g in kv_cache_config.prefix_cacheable_group_ids]
         kinds = [group_kind(group.kv_cache_spec) for group in groups]
-        stages = vllm_config.parallel_config.pipeline_parallel_size
+        ahead = bool(vllm_config.scheduler_config.async_scheduling)
         return SchedulerSide(
             self.settings,
             MonotonicClock(),
             lookup_store(self.settings),
             role=str(self._kv_transfer_config.kv_role),
-            layerwise=may_load_layerwise(kv_cache_config.kv_cache_groups, kinds, self.settings, stages),
+            layerwise=may_load_layerwise(
+                kinds,
+                self.settings,
+                groups=len(kv_cache_config.kv_cache_groups),
+                stages=vllm_config.parallel_config.pipeline_parallel_size,
+                ahead=ahead,
+                drafts=vllm_config.speculative_config is not None,
+            ),
+            plans_ahead=ahead,
             retention=kv_cache_config.prefix_cache_retention_interval,
             hash_tokens=self._hash_tokens,
             events=self._events_wanted,
@@ -145,7 +153,9 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
         self._teller = EventTeller(self._kv_cache_config, memory.layout, self._hash_tokens, rank)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return None if self._worker is None else Handshake(self._worker.memory.layout, self._hash_tokens)
+        if self._worker is None:
+            return None
+        return Handshake(self._worker.memory.layout, self._hash_tokens, self._worker.hooks.all_report)
 
     def shutdown(self) -> None:
         worker, self._worker = self._worker, None

@@ -73,6 +73,11 @@ class LayerHooks:
         """Whether no layer that should report did in this step."""
         return not any(layer in self.expected for layer in self._reported)
 
+    @property
+    def all_report(self) -> bool:
+        """Whether every cache is reported before it is read, so that its loads can be waited for."""
+        return not self.hookless
+
     def missing(self) -> list[int]:
         """Stage layers that are not complete."""
         return [layer for layer, names in self.expected.items() if not self._reported.get(layer, set()) >= names]

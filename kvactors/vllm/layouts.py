@@ -7,7 +7,7 @@ wrapper of its layers' specifications, and both must come to the same digest. So
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -173,16 +173,32 @@ def worker_memory(config: Any, caches: Caches, facts: ModelFacts, namespace: str
             place = used[name] = names[name]
             of_layer = views.setdefault(place.layer, {})
             for i, tensor in enumerate(parts):
-                of_layer[place.entry if len(parts) == 1 else f"{place.entry}:{i}"] = tensor
+                of_layer[f"{place.entry}{_order(tensor)}{f':{i}' if len(parts) > 1 else ''}"] = tensor
             tensors.extend(parts)
         memory = group_memory(number, views, int(config.num_blocks))
         bases.update(memory.bases)
         speculative = bool(getattr(group, "is_eagle_group", False))
         groups.append(make_group(number, group.kv_cache_spec, memory.layers, facts, speculative=speculative))
+    groups = _with_sure_heads(groups)
     layout = KVLayout(facts.model, groups, tp_size=facts.tp_size, pp_rank=facts.pp_rank, pp_size=facts.pp_size)
     if namespace:
         layout = layout.with_namespace(namespace)
     return WorkerMemory(layout, bases, registered_regions(tensors), used)
+
+
+def _order(tensor: Tensor) -> str:
+    """Marks a cache whose tokens come before its heads in memory: its bytes are others than those of a head-major one."""
+    several = tensor.dim() == 4 and tensor.shape[1] > 1 and tensor.shape[2] > 1
+    return "/token-major" if several and tensor.stride(1) < tensor.stride(2) else ""
+
+
+def _with_sure_heads(groups: Sequence[Group]) -> list[Group]:
+    """A model says how many KV heads it has, not its layers: where they are of several attention kinds they may differ, and
+    then no rank may take another's copy for its own."""
+    split = (GroupKind.FULL, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL)
+    if len({g.kind for g in groups} & set(split)) < 2:
+        return list(groups)
+    return [replace(g, kv_heads=None) if g.kind in split and g.kv_heads != 1 else g for g in groups]
 
 
 def _tensors(cache: Tensor | Sequence[Tensor]) -> list[Tensor]:

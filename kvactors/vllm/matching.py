@@ -28,11 +28,14 @@ class Asks(Protocol):
 
 @dataclass(slots=True)
 class Question:
-    """What was asked for a request, and since when."""
+    """What was asked for a request, and when its answer was first seen."""
 
     pending: PendingHit
     limit_tokens: int
-    asked_at: float
+    answered_at: float | None = None
+
+    def stale(self, now: float) -> bool:
+        return self.answered_at is not None and now - self.answered_at > FRESH_S
 
 
 class Matches:
@@ -58,9 +61,9 @@ class Matches:
         """Tokens that can be loaded, at most `limit_tokens` - 1 and on a boundary; None: ask again in the next step."""
         question = self._open.get(request_id)
         now = self._clock.now()
-        if question is None or question.limit_tokens != limit_tokens or now - question.asked_at > FRESH_S:
+        if question is None or question.limit_tokens != limit_tokens or question.stale(now):
             pending = self._engine.start_lookup(list(hashes), limit_tokens, LOOKUP_DEADLINE_S)
-            question = self._open[request_id] = Question(pending, limit_tokens, now)
+            question = self._open[request_id] = Question(pending, limit_tokens)
             self.asked += 1
         if not question.pending.done and self._left_s > 0:
             question.pending.wait(self._left_s)
@@ -68,6 +71,8 @@ class Matches:
         if not question.pending.done:
             self.deferred += 1
             return None
+        if question.answered_at is None:
+            question.answered_at = self._clock.now()
         return question.pending.hit.tokens
 
     def forget(self, request_id: str) -> bool:

@@ -6,8 +6,8 @@ They are pickled by vLLM where worker and scheduler are different processes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvactors.core.layout import KVLayout
 from kvactors.core.steps import GroupBlocks
+from kvactors.errors import LayoutError
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,10 @@ class RequestPlan:
     def loads(self) -> bool:
         return any(b.load for b in self.groups.values())
 
+    @property
+    def saves(self) -> bool:
+        return any(b.save for b in self.groups.values())
+
 
 @dataclass(slots=True)
 class LoadPlan:
@@ -95,6 +100,8 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc, unused-igno
         failed: life -> first token that did not arrive; nothing from there on may be used.
         arrived: lives whose loads inside a step brought in everything.
         tainted: lives that recovered by themselves, but whose saves are over.
+        unsaved: lives of which a step was to save something, and did not.
+        lost: local blocks that hold wrong bytes, and that vLLM may have noted as computed.
         held, returned: local blocks that a late store call may still write, and those that it no longer can; one count per
             rank and call.
     """
@@ -102,6 +109,8 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc, unused-igno
     failed: dict[Life, int] = field(default_factory=dict)
     arrived: set[Life] = field(default_factory=set)
     tainted: set[Life] = field(default_factory=set)
+    unsaved: set[Life] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
     held: Counter[int] = field(default_factory=Counter)
     returned: Counter[int] = field(default_factory=Counter)
 
@@ -114,20 +123,29 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc, unused-igno
             failed,
             self.arrived | other.arrived,
             self.tainted | other.tainted,
+            self.unsaved | other.unsaved,
+            self.lost | other.lost,
             self.held + other.held,
             self.returned + other.returned,
         )
 
     def __bool__(self) -> bool:
-        return bool(self.failed or self.arrived or self.tainted or self.held or self.returned)
+        return any((self.failed, self.arrived, self.tainted, self.unsaved, self.lost, self.held, self.returned))
 
 
 @dataclass(slots=True)
 class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc, unused-ignore]
-    """What a worker publishes once its caches are registered: its stage's layout, and tokens per fine hash."""
+    """What a worker publishes once its caches are registered.
+
+    Attributes:
+        layout: of its stage.
+        hash_tokens: tokens per fine hash.
+        all_report: whether vLLM says of every cache, before it is read, that it will be; else no load may run inside a step.
+    """
 
     layout: KVLayout
     hash_tokens: int
+    all_report: bool = True
 
 
 def one_layout_per_stage(handshakes: Mapping[tuple[int, int], Handshake]) -> list[KVLayout]:
@@ -136,8 +154,6 @@ def one_layout_per_stage(handshakes: Mapping[tuple[int, int], Handshake]) -> lis
     Raises:
         LayoutError: ranks of a stage disagree, or a stage is missing.
     """
-    from kvactors.errors import LayoutError
-
     stages: dict[int, KVLayout] = {}
     for (stage, rank), shake in sorted(handshakes.items()):
         known = stages.setdefault(stage, shake.layout)
@@ -151,4 +167,11 @@ def one_layout_per_stage(handshakes: Mapping[tuple[int, int], Handshake]) -> lis
     count = next(iter(stages.values())).pp_size
     if missing := sorted(set(range(count)) - set(stages)):
         raise LayoutError(f"stages {missing} of {count} did not publish their layouts")
-    return [stages[stage] for stage in sorted(stages)]
+    draft = {g.id for layout in stages.values() for g in layout.groups if g.speculative}
+    return [_with_drafts(stages[stage], draft) for stage in sorted(stages)]
+
+
+def _with_drafts(layout: KVLayout, draft: Collection[int]) -> KVLayout:
+    """vLLM marks a draft's group on the stages that have layers of it; what can be hit depends on it everywhere."""
+    groups = [replace(g, speculative=g.id in draft) for g in layout.groups]
+    return KVLayout(layout.model, groups, layout.tp_size, layout.pp_rank, layout.pp_size, layout.first_layer)

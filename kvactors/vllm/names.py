@@ -6,7 +6,6 @@ stays in the entry, because a layer may hold several caches (an indexer's, a sec
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -33,18 +32,17 @@ def cache_names(names: Iterable[str], hidden_layers: int) -> dict[str, CacheName
 
     Args:
         hidden_layers: layers of the model itself. A layer with a higher number is a draft's; so is one that counts from 0 again
-            under another prefix than most.
+            under another prefix than the model's.
 
     Raises:
         LayoutError: a name has no layer number, or two caches of one layer cannot be told apart.
     """
-    parsed = {name: _parse(name) for name in names}
-    prefixes = Counter(prefix for prefix, number, _ in parsed.values() if number < hidden_layers)
-    main = prefixes.most_common(1)[0][0] if prefixes else ""
+    parsed = {name: _parse(name) for name in sorted(names)}
+    main = _main_root(parsed.values(), hidden_layers)
     found: dict[str, CacheName] = {}
     taken: dict[tuple[int, str], str] = {}
     for name, (prefix, number, entry) in parsed.items():
-        beside = number < hidden_layers and _root(prefix) != _root(main)
+        beside = number < hidden_layers and _root(prefix) != main
         layer = number + hidden_layers if beside else number
         found[name] = CacheName(layer, entry, draft=layer >= hidden_layers)
         other = taken.setdefault((layer, entry), name)
@@ -53,6 +51,19 @@ def cache_names(names: Iterable[str], hidden_layers: int) -> dict[str, CacheName
                 f"{other!r} and {name!r} are one cache of layer {layer} by their names; give each a name of its own"
             )
     return found
+
+
+DRAFT_ROOTS = ("draft", "mtp", "eagle")
+
+
+def _main_root(parsed: Iterable[tuple[str, int, str]], hidden_layers: int) -> str:
+    """Where the model's own names begin: what has the deepest layer is no draft."""
+    deepest: dict[str, int] = {}
+    for prefix, number, _ in parsed:
+        if number < hidden_layers:
+            deepest[_root(prefix)] = max(number, deepest.get(_root(prefix), -1))
+    ranked = sorted(deepest, key=lambda root: (-deepest[root], root.startswith(DRAFT_ROOTS), root))
+    return ranked[0] if ranked else ""
 
 
 def _root(prefix: str) -> str:

@@ -37,9 +37,11 @@ class Tracked:
         request: vLLM's own; its `block_hashes` grow as it does.
         prefill_end: tokens that count as its prompt: the prompt's, and after a preemption all there were.
         saved: boundary up to which its blocks were saved or came from the store.
+        planned: boundary up to which saves were asked for.
         loaded: boundary up to which the store filled its blocks.
         limit: no more than so many tokens are matched again, after a load of it failed.
         sync_loads: what to load in the step that runs it first; group id -> block indices.
+        sync_tables: its local blocks when they were allocated for that.
         waiting: tokens of a load that is not over.
     """
 
@@ -47,9 +49,11 @@ class Tracked:
     life: Life
     prefill_end: int = 0
     saved: int = 0
+    planned: int = 0
     loaded: int = 0
     limit: int | None = None
     sync_loads: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    sync_tables: Mapping[int, list[int]] = field(default_factory=dict)
     waiting: int = 0
 
 
@@ -78,6 +82,7 @@ class SchedulerSide:
         hash_tokens: tokens per fine hash of `Request.block_hashes`.
         opener: opens the store for lookups, once the layouts are known.
         events: whether KV cache events are wanted.
+        plans_ahead: whether vLLM plans a step before it knows what came of the one before.
     """
 
     def __init__(
@@ -91,13 +96,15 @@ class SchedulerSide:
         retention: int | None,
         hash_tokens: int,
         events: bool = False,
+        plans_ahead: bool = False,
     ) -> None:
         self.counters = Counters()
-        self.pins = Pins()
+        self.pins = Pins(clock)
         self._settings, self._clock, self._opener = settings, clock, opener
         self._store: Store | None = None
         self._loads, self._saves = settings.loads(role), settings.saves(role)
         self._layerwise, self._retention, self._hash_tokens, self._events = layerwise, retention, hash_tokens, events
+        self._ahead = plans_ahead
         self._engine: BlockingEngine | None = None
         self._matches: Matches | None = None
         self._planner: SavePlanner | None = None
@@ -108,6 +115,10 @@ class SchedulerSide:
         self._storing_ranks: dict[int, int] = {}
         self._pending: list[LoadPlan] = []
         self._ended: list[Life] = []
+        self._reused: set[str] = set()
+        """ids that were in use again before vLLM said that their first use had ended"""
+        self._loading: dict[int, set[bytes]] = {}
+        """fine hash index -> hashes of the first blocks that this step loads while it runs"""
 
     # -- start and end -------------------------------------------------------------------------------------------------
 
@@ -118,6 +129,9 @@ class SchedulerSide:
             LayoutError, ConfigError: the ranks do not fit each other, or hash tokens differently.
         """
         stages = one_layout_per_stage(handshakes)
+        if self._layerwise and not all(shake.all_report for shake in handshakes.values()):
+            log.info("some caches are read without a word before: loads run between steps")
+            self._layerwise = False
         units = {shake.hash_tokens for shake in handshakes.values()}
         if units != {self._hash_tokens}:
             raise ConfigError(f"workers hash every {sorted(units)} tokens, the scheduler every {self._hash_tokens}")
@@ -150,6 +164,8 @@ class SchedulerSide:
         """Tokens beyond vLLM's own that can be loaded, and whether that happens between steps; (None, False): ask later."""
         if self._matches is None or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
+        if self._shares_a_load(request):
+            return None, False
         limit = self._limit(request)
         if limit - 1 <= local_tokens or limit - 1 - local_tokens < self._settings.load_min_tokens:
             return 0, False
@@ -163,6 +179,15 @@ class SchedulerSide:
         self._offers[request.request_id] = local_tokens
         return more, not self._layerwise
 
+    def _shares_a_load(self, request: Any) -> bool:
+        """Whether the request would use blocks that another one only loads in this step.
+
+        vLLM counts them as there already. If the load failed, both would have to start again, and vLLM lets the second go on
+        before the first has computed them. So it waits for one step.
+        """
+        hashes = request.block_hashes
+        return any(i < len(hashes) and bytes(hashes[i]) in first for i, first in self._loading.items())
+
     def _limit(self, request: Any) -> int:
         tracked = self._tracked.get(request.request_id)
         tokens = int(request.num_tokens)
@@ -175,7 +200,7 @@ class SchedulerSide:
         tracked = self._track(request)
         if not external_tokens:
             if not int(request.num_computed_tokens):  # else its load is over, and it goes on from there
-                tracked.loaded = tracked.saved = 0
+                tracked.loaded = tracked.saved = tracked.planned = 0
             self._offers.pop(request.request_id, None)
             if self._matches is not None and self._matches.forget(request.request_id):
                 self.counters.lookup_misses += 1
@@ -185,20 +210,25 @@ class SchedulerSide:
             self._matches.forget(request.request_id)
         boundary = local + external_tokens
         wanted = self._to_load(local, boundary)
-        tracked.loaded = tracked.saved = boundary
+        tracked.loaded = tracked.saved = tracked.planned = boundary
         tracked.waiting = external_tokens
-        if self._layerwise:
-            tracked.sync_loads = wanted
-            return
         tables = {g: local_ids(table) for g, table in enumerate(blocks.get_block_ids())}
+        if self._layerwise:
+            tracked.sync_loads, tracked.sync_tables = wanted, tables
+            first = local // self._hash_tokens
+            self._loading.setdefault(first, set()).add(bytes(request.block_hashes[first]))
+            return
         groups, problem = _load_blocks(tables, wanted)
         self._pending.append(LoadPlan(tracked.life, self._hashes(request, boundary), groups, problem))
 
     def _track(self, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)
-        if tracked is None:
-            tracked = self._tracked[request.request_id] = Tracked(request, Life(request.request_id))
-        tracked.request = request
+        if tracked is None or tracked.request is not request:  # an id may be used again before vLLM says that the first ended
+            number = 0 if tracked is None else tracked.life.number + 1
+            if tracked is not None:
+                self._ended.append(tracked.life)
+                self._reused.add(request.request_id)
+            tracked = self._tracked[request.request_id] = Tracked(request, Life(request.request_id, number))
         tracked.sync_loads = {}
         tracked.prefill_end = max(int(request.num_prompt_tokens), int(request.num_tokens))
         return tracked
@@ -223,6 +253,7 @@ class SchedulerSide:
         """What the step of a `SchedulerOutput` loads and saves; begins the next one's accounts."""
         if self._matches is not None:
             self._matches.new_step()
+        self._loading = {}
         for request_id in output.finished_req_ids:
             self._finish(request_id)
         runs = output.total_num_scheduled_tokens > 0
@@ -241,19 +272,7 @@ class SchedulerSide:
             request = self._plan_request(tracked, scheduled, offers.get(request_id, ()), state)
             if request is not None:
                 plan.requests.append(request)
-        if any(r.loads for r in plan.requests):
-            self._name_sharers(plan, output, state)
         return plan
-
-    def _name_sharers(self, plan: StepPlan, output: Any, state: Any) -> None:
-        """Puts every other request of the step into the plan, with its blocks: it may share those that are being loaded."""
-        planned = {r.life.request_id for r in plan.requests}
-        for request_id in output.num_scheduled_tokens:
-            tracked = self._tracked.get(request_id)
-            tables = state.get_block_ids(request_id)
-            if request_id not in planned and tracked is not None and tables is not None:
-                groups = {g: GroupBlocks(local_ids(tables[g])) for g in self._block_tokens}
-                plan.requests.append(RequestPlan(tracked.life, [], groups))
 
     def _plan_request(
         self, tracked: Tracked, scheduled: int, offers: Sequence[tuple[int, int, int]], state: Any
@@ -261,6 +280,7 @@ class SchedulerSide:
         request, planner = tracked.request, self._planner
         assert planner is not None
         loads, tracked.sync_loads = tracked.sync_loads, {}
+        known_tables, tracked.sync_tables = tracked.sync_tables, {}
         saves: dict[int, list[int]] = {}
         states: dict[int, dict[int, int]] = {}
         problem = ""
@@ -270,21 +290,26 @@ class SchedulerSide:
             computed = min(int(request.num_computed_tokens) + scheduled, until, known * self._hash_tokens)
             now = planner.aligned(computed)
             junction = int(getattr(request, "shared_prefix_boundary", 0) or 0)
-            saves = planner.completed(tracked.saved, now, tracked.prefill_end, junction)
-            tracked.saved = max(tracked.saved, now)
+            if now > tracked.planned:  # after a step that saved nothing, all is tried again with the next boundary
+                saves = planner.completed(tracked.saved, now, tracked.prefill_end, junction)
+                tracked.saved = tracked.planned = now
         if self._saves and offers:
-            states = planner.states(offers, tracked.loaded, until, known)
+            # Planned ahead, a state that decoding leaves may be gone by the time that its step runs.
+            states = planner.states(offers, tracked.loaded, tracked.prefill_end if self._ahead else until, known)
         if not (loads or saves or states):
             return None
         groups: dict[int, GroupBlocks] = {g: GroupBlocks(sparse_table(b), save=sorted(b)) for g, b in states.items()}
         if loads or saves:
-            tables = state.get_block_ids(request.request_id)
-            if tables is None:
+            found = state.get_block_ids(request.request_id)
+            tables = known_tables if found is None else {g: local_ids(table) for g, table in enumerate(found)}
+            if found is None:
                 self.counters.no_block_table += 1
                 log.warning("a request without a block table; nothing of it is saved", request=request.request_id)
-                return None
+                if not loads:
+                    return None
+                saves = {}
             for group_id in {*loads, *saves}:
-                table = local_ids(tables[group_id])
+                table = tables.get(group_id, [])
                 groups[group_id] = GroupBlocks(
                     table,
                     load=tuple(loads.get(group_id, ())),
@@ -299,6 +324,9 @@ class SchedulerSide:
         return RequestPlan(tracked.life, self._hashes(request, tokens), groups, event, problem)
 
     def _finish(self, request_id: str) -> None:
+        if request_id in self._reused:  # this is the end of its first use
+            self._reused.remove(request_id)
+            return
         tracked = self._tracked.pop(request_id, None)
         self._offers.pop(request_id, None)
         if self._matches is not None:
@@ -317,6 +345,12 @@ class SchedulerSide:
                 self._restart(life, first)
             for life in report.tainted - set(report.failed):
                 self._restart(life, None)
+            for life in report.unsaved:
+                tracked = self._tracked.get(life.request_id)
+                if tracked is not None:
+                    tracked.saved = tracked.loaded
+            if report.lost and self.pins.pool is not None:
+                self.pins.pool.evict_blocks(report.lost)  # vLLM noted them as computed when it gave them out
             whole |= {life.request_id for life in report.arrived}
         for request_id in whole:
             tracked = self._tracked.get(request_id)
@@ -332,7 +366,7 @@ class SchedulerSide:
         if first is not None:
             self.counters.failed_loads += tracked.life == life
             tracked.limit = first if tracked.limit is None else min(tracked.limit, first)
-            tracked.saved = tracked.loaded = tracked.waiting = 0
+            tracked.saved = tracked.loaded = tracked.planned = tracked.waiting = 0
         if tracked.life == life:
             self._ended.append(life)
             tracked.life = Life(life.request_id, life.number + 1)
@@ -353,7 +387,7 @@ class SchedulerSide:
     @property
     def busy(self) -> bool:
         """Whether vLLM has to go on stepping, so that held blocks come back."""
-        return bool(len(self.pins))
+        return self.pins.busy
 
 
 def _load_blocks(
@@ -377,18 +411,38 @@ def _lookup_engine(store: Store, stages: Sequence[KVLayout], hash_tokens: int) -
     return BlockingEngine(stages[0], store, bases, hash_tokens=hash_tokens, stages=stages)
 
 
-def may_load_layerwise(groups: Sequence[Any], kinds: Sequence[GroupKind], settings: ConnectorSettings, stages: int) -> bool:
+def may_load_layerwise(
+    kinds: Sequence[GroupKind],
+    settings: ConnectorSettings,
+    *,
+    groups: int,
+    stages: int = 1,
+    ahead: bool = False,
+    drafts: bool = False,
+) -> bool:
     """Whether loads run inside the forward pass.
 
-    A synchronous load of recurrent state is silently wrong (vLLM copies the state before it is there). Several attention groups
-    only by explicit wish: vLLM has no way to be told that such a load failed. With pipeline stages a failure on one stage would
-    be computed with on the next.
+    Args:
+        kinds: of the groups that are stored.
+        groups: how many cache groups vLLM has.
+        stages: pipeline stages; a failure on one of them would be computed with on the next.
+        ahead: vLLM plans a step before it knows what came of the one before (async scheduling): requests would run on with what
+            was not loaded.
+        drafts: speculative decoding: vLLM asks what failed before the step is over.
+
+    A synchronous load of recurrent state is silently wrong (vLLM copies the state before it is there). Several groups only by
+    explicit wish: vLLM has no way to be told that such a load failed.
     """
-    if GroupKind.STATE in kinds or stages > 1 or settings.load_async:
-        if settings.use_layerwise:
-            why = "recurrent state" if GroupKind.STATE in kinds else "pipeline stages" if stages > 1 else "load_async"
-            log.warning("use_layerwise has no effect: loads run between steps", because=why)
+    against = {
+        "recurrent state": GroupKind.STATE in kinds,
+        "pipeline stages": stages > 1,
+        "async scheduling (start with --no-async-scheduling)": ahead,
+        "speculative decoding": drafts,
+        "load_async": bool(settings.load_async),
+    }
+    because = [what for what, holds in against.items() if holds]
+    if because and settings.use_layerwise:
+        log.warning("use_layerwise has no effect: loads run between steps", because=because)
+    if because:
         return False
-    if settings.use_layerwise is not None:
-        return settings.use_layerwise
-    return len(groups) == 1
+    return groups == 1 if settings.use_layerwise is None else settings.use_layerwise

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from kvactors.core.config import EngineConfig, seconds
+from kvactors.core.layout import namespace_pattern
 from kvactors.errors import ConfigError
 from kvactors.stores.sizes import parse_size
 
@@ -150,7 +151,11 @@ def _count(value: Any) -> int:
 def _positive(value: Any) -> int | None:
     if value is None:
         return None
-    if (count := _count(value)) < 1:
+    try:
+        count = _count(value)
+    except ValueError:
+        count = 0
+    if count < 1:
         raise ValueError("must be a whole number >= 1")
     return count
 
@@ -167,8 +172,16 @@ def _text(value: Any) -> str:
     return value
 
 
+def _namespace(value: Any) -> str:
+    if text := _text(value):
+        namespace_pattern(text)  # it must do for a key
+    return text
+
+
 def _size(value: Any) -> int:
-    return parse_size(value, "memory_capacity")
+    if not (size := parse_size(value, "memory_capacity")):
+        raise ValueError("must be more than 0")
+    return size
 
 
 def _backend(value: Any) -> str:
@@ -189,7 +202,7 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "consumer_is_to_put": _flag,
     "save_decode_cache": _flag,
     "discard_partial_chunks": _flag,
-    "namespace": _text,
+    "namespace": _namespace,
     "load_min_tokens": _count,
     "load_deadline_s": _seconds,
     "lookup_budget_s": _seconds,

@@ -10,7 +10,6 @@ from typing import Any
 
 from kvactors.errors import ConfigError
 from kvactors.log import get_logger
-from kvactors.memory.placement import is_state
 from kvactors.vllm.settings import BOTH, CONSUMER, PRODUCER, ConnectorSettings
 
 log = get_logger("kvactors.vllm")
@@ -71,7 +70,7 @@ def _of_caches(config: Any) -> Iterator[str]:
             for name in spec_names(spec) & set(REFUSED_SPECS):
                 yield f"group {number}: {REFUSED_SPECS[name]}"
             mode = getattr(spec, "mamba_cache_mode", "align")
-            if is_state(spec) and mode != "align":
+            if "MambaSpec" in spec_names(spec) and mode != "align":
                 yield (
                     f"group {number}: recurrent state with mamba_cache_mode={mode!r}: only 'align' keeps states at block "
                     "boundaries; start with --enable-prefix-caching --mamba-cache-mode align"
@@ -85,6 +84,8 @@ def _of_parallelism(parallel: Any, settings: ConnectorSettings) -> Iterator[str]
         size = getattr(parallel, name, 1)
         if size > 1:
             yield f"{what} ({name}={size}): it shards the tokens of a block over ranks; set it to 1"
+    if getattr(parallel, "use_ubatching", False):
+        yield "micro-batches (DBO): a layer reports before all of its requests are computed; start without --enable-dbo"
     for key in ("prefill_tp_size", "decode_tp_size"):
         ranks = getattr(settings, key)
         if ranks is not None and ranks != parallel.tensor_parallel_size:

@@ -20,13 +20,16 @@ from kvactors.engine import BlockingEngine, BlockingStep
 from kvactors.errors import LoadFailedError
 from kvactors.log import get_logger
 from kvactors.vllm.agreement import Gather, agreed
-from kvactors.vllm.between import LoadsBetween, loaded_from
+from kvactors.vllm.between import LoadsBetween, blocks_from, loaded_from
 from kvactors.vllm.hooks import LayerHooks
 from kvactors.vllm.layouts import WorkerMemory
 from kvactors.vllm.messages import RequestPlan, StepPlan, WorkerReport
 from kvactors.vllm.settings import ConnectorSettings
 
 log = get_logger("kvactors.vllm.worker", burst=10)
+
+LATE_CALL_S = 60.0
+"""How long the end of a step waits for a load that was given up: its request computes into the same blocks next."""
 
 SETTLE_S = 0.25
 """How long the end of a step waits for its commits, so that the next request finds what this one saved."""
@@ -56,6 +59,8 @@ class OpenStep:
     began_s: float
     deferred: list[int] = field(default_factory=list)
     """stage layers that are complete, but whose saves wait until the ranks have agreed"""
+    error: BaseException | None = None
+    """an exception that was being handled when the step began: not one of its own"""
     failed: dict[str, tuple[int, int]] = field(default_factory=dict)
     """name of a life -> (stage layer, first token)"""
     recovered: set[str] = field(default_factory=set)
@@ -143,7 +148,7 @@ class WorkerSide:
             asked.append(StepRequest(request.life.name, request.hashes, request.groups))
         step = self.engine.begin_step(asked)
         loads = any(r.loads for r in plan.requests)
-        self._open = OpenStep(step, plan, requests, loads, self._clock.now())
+        self._open = OpenStep(step, plan, requests, loads, self._clock.now(), error=sys.exc_info()[1])
 
     def _refuse(self, request: RequestPlan) -> None:
         log.error("a load that cannot be made", request=request.life.request_id, problem=request.problem)
@@ -185,11 +190,6 @@ class WorkerSide:
             reason=failure.reason,
         )
         now.failed[life] = (layer, failure.first_token)
-        missing = loaded_from(request.groups, failure.first_token, self._block_tokens)
-        for other in now.requests.values():  # who shares those blocks computes from them too
-            if other.life.name != life and any(missing & _table(other, g) for g in other.groups):
-                now.step.fail(other.life.name, layer, f"shares blocks that {life} could not load")
-                now.failed.setdefault(other.life.name, (layer, failure.first_token))
 
     def _recovered(self, now: OpenStep, request: RequestPlan, layer: int) -> bool:
         """Loads the request once more, whole, while its layer waits. What it computes is right then; it is not saved."""
@@ -231,6 +231,7 @@ class WorkerSide:
             return
         if self._defers(now):
             now.deferred.append(layer)
+            now.step.layer_ready(layer, event, Phase.EXIT, save=False)
             return
         now.step.layer_ready(layer, event, Phase.EXIT)
         now.step.checkpoint(layer)
@@ -267,10 +268,11 @@ class WorkerSide:
             now.step.abort(problem)
             now.step.settled_within(SETTLE_S)
             now.failed.update({life: (0, 0) for life, request in now.requests.items() if request.loads})
-            self._tell_failures(now)
+            self._report.unsaved |= {r.life for r in now.requests.values() if r.saves}
+            self._tell_failures(now, raising=sys.exc_info()[1] is now.error)
             return
+        self._note_failures(now)
         if self._defers(now):
-            assert self._gather is not None
             self._agree(now)
         for layer in now.deferred:
             now.step.layer_ready(layer, None, Phase.EXIT)
@@ -278,25 +280,19 @@ class WorkerSide:
             for layer in self.hooks.expected:
                 now.step.layer_ready(layer, None, Phase.EXIT)
         now.step.end()
-        for life, failure in now.step.failures.items():
-            if life not in now.recovered:
-                now.failed.setdefault(life, (failure.layer, failure.first_token))
-        self._tell_failures(now)
+        if now.step.passed_through:
+            self._report.unsaved |= {r.life for r in now.requests.values() if r.saves}
         if not now.step.settled_within(SETTLE_S):
             log.info("commits of a step go on after its end", step=now.step.id)
         if self._events:
             self._unsettled.append(now)
         self.counters.save_wait_s += time.perf_counter() - began
-        if now.failed and self._several:
-            raise LoadFailedError(
-                f"loads of {sorted(now.failed)} failed inside a step; with several cache groups vLLM cannot repeat single "
-                "requests. Leave use_layerwise out, so that they load between steps"
-            )
+        self._tell_failures(now, raising=True)
 
     def _problem(self, now: OpenStep) -> str:
         """Why nothing of the step may be published; empty if all is well."""
         error = sys.exc_info()[1]
-        if error is not None:
+        if error is not None and error is not now.error:
             return f"the forward pass raised {type(error).__name__}"
         if not now.plan.runs:
             return ""
@@ -312,6 +308,14 @@ class WorkerSide:
             log.warning("layers are not reported by this model or backend; they are saved at the end of each step")
         return ""
 
+    @staticmethod
+    def _note_failures(now: OpenStep) -> None:
+        """Every load of the step has been waited for: what failed by now is all."""
+        for life, failure in now.step.failures.items():
+            if life not in now.recovered:
+                layer, first = now.failed.get(life, (failure.layer, failure.first_token))
+                now.failed[life] = (min(layer, failure.layer), min(first, failure.first_token))
+
     def _agree(self, now: OpenStep) -> None:
         assert self._gather is not None
         for life, (layer, first) in agreed(now.failed, self._gather).items():
@@ -319,18 +323,23 @@ class WorkerSide:
                 now.step.fail(life, layer, "another rank's load of it failed")
                 now.failed[life] = (layer, first)
 
-    def _tell_failures(self, now: OpenStep) -> None:
+    def _tell_failures(self, now: OpenStep, *, raising: bool) -> None:
+        """Reports what failed inside the step. What vLLM cannot be told ends the engine, unless it is ending already."""
         fenced = now.step.fenced_blocks & self.engine.fenced_blocks
-        if fenced:
+        if fenced and not self.engine.wait_unfenced(fenced, LATE_CALL_S) and raising:
             raise LoadFailedError(
                 f"{len(fenced)} blocks may still be written by store calls that did not return; they cannot be used again"
             )
         for life, (_, first) in now.failed.items():
             request = now.requests[life]
-            if not request.loads and self._several:
-                continue
             self._report.failed[request.life] = first
             self._invalid |= loaded_from(request.groups, first, self._block_tokens)
+            self._report.lost |= blocks_from(request.groups, first, self._block_tokens)
+        if now.failed and self._several and raising:
+            raise LoadFailedError(
+                f"loads of {sorted(now.failed)} failed inside a step; with several cache groups vLLM cannot repeat single "
+                "requests. Leave use_layerwise out, so that they load between steps"
+            )
         for life, request in now.requests.items():
             if request.loads and life not in now.failed:
                 self._report.arrived.add(request.life)
@@ -377,7 +386,3 @@ class WorkerSide:
         self._drop_open("the worker is shutting down")
         self.engine.close()
         self._store.close()
-
-
-def _table(request: RequestPlan, group_id: int) -> set[int]:
-    return {int(b) for b in request.groups[group_id].block_ids} - {NULL_BLOCK}

@@ -86,9 +86,6 @@ def test_before_it_is_there_every_key_is_unreachable(door: Door, name: str) -> N
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.xfail(
-    strict=True, raises=StoreUnreachableError, reason="an empty list is false, and so is taken for a store that is open"
-)
 def test_also_where_there_are_no_keys(door: Door, name: str) -> None:
     assert calls(late(door))[name]() == []
 
@@ -190,9 +187,6 @@ class Unwilling(MemoryStore):
         super().close()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="try_open drops a client that took no memory without closing it: one more with every probe"
-)
 def test_a_client_that_does_not_take_the_memory_is_closed() -> None:
     Unwilling.closes = 0
     store = late(Unwilling)

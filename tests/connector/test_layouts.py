@@ -147,9 +147,6 @@ def test_one_of_the_ranks_that_hold_the_same_bytes_stores_them(
     assert [rank for rank in range(tp) if layout.stores(0, rank)] == list(range(0, tp, put_step))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="_heads takes the model's number of KV heads for that of every layer: ranks load others' heads"
-)
 def test_layers_with_more_heads_than_the_models_number_says_are_stored_by_every_rank() -> None:
     """MiMo-V2-Flash has 4 KV heads, and 8 in the layers with a window: with TP 8 one a rank in both, but not the same ones."""
     config = CacheConfig(

@@ -206,9 +206,6 @@ def test_an_old_answer_is_asked_for_anew(world: World) -> None:
     assert world.matches.asked == 2
 
 
-@pytest.mark.xfail(
-    strict=True, reason="an answer's age counts from its question: one that came at the deadline is thrown away unread"
-)
 def test_a_store_that_never_answers_is_a_miss_and_not_asked_for_ever(world: World) -> None:
     """The engine answers at its deadline; the scheduler comes by a little later, and must not begin anew."""
     world.engine.takes_s = NEVER

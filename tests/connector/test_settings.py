@@ -94,22 +94,17 @@ def test_every_key_is_tried_above() -> None:
 
 
 @pytest.mark.parametrize("key", SIZES)
-@pytest.mark.xfail(strict=True, reason="_positive lets _count say '>= 0' of a value that must be at least 1")
 def test_a_refusal_says_what_would_do(key: str) -> None:
     with pytest.raises(ConfigError, match="must be a whole number >= 1"):
         ConnectorSettings.of({key: -1})
 
 
 @pytest.mark.parametrize("value", ["two words", "a@b", "ä", "::"])
-@pytest.mark.xfail(
-    strict=True, reason="a namespace that no key can have is refused by the first worker that lays out its caches"
-)
 def test_a_namespace_that_no_key_can_have_is_refused_at_once(value: str) -> None:
     with pytest.raises(ConfigError, match="namespace"):
         ConnectorSettings.of({"namespace": value})
 
 
-@pytest.mark.xfail(strict=True, reason="a store of 0 bytes is taken, and then keeps nothing without a word")
 def test_a_store_that_can_hold_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="memory_capacity"):
         ConnectorSettings.of({"memory_capacity": 0})

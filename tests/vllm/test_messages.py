@@ -45,9 +45,9 @@ def test_a_request_without_blocks_to_load_loads_nothing() -> None:
 
 
 def test_reports_of_ranks_add_up() -> None:
-    one = WorkerReport({A: 32, B: 0}, {B}, {A}, Counter([3, 5]), Counter([7]))
-    other = WorkerReport({A: 16}, {A}, {B}, Counter([5]), Counter([7, 9]))
-    both = WorkerReport({A: 16, B: 0}, {A, B}, {A, B}, Counter([3, 5, 5]), Counter([7, 7, 9]))
+    one = WorkerReport({A: 32, B: 0}, {B}, {A}, {A}, {8}, Counter([3, 5]), Counter([7]))
+    other = WorkerReport({A: 16}, {A}, {B}, {B}, {9}, Counter([5]), Counter([7, 9]))
+    both = WorkerReport({A: 16, B: 0}, {A, B}, {A, B}, {A, B}, {8, 9}, Counter([3, 5, 5]), Counter([7, 7, 9]))
     assert one.aggregate(other) == both == other.aggregate(one)
 
 

@@ -36,6 +36,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from kvactors.core.layout import GroupKind, KVLayout
+from kvactors.devices import ManualClock
 from kvactors.errors import ConfigError
 from kvactors.vllm.layouts import ModelFacts, group_kind, worker_memory
 from kvactors.vllm.messages import Life
@@ -179,7 +180,7 @@ def test_a_group_that_vllm_does_not_transfer_is_left_out() -> None:
 
 
 def test_vllms_pool_gives_nobody_a_block_that_may_still_be_written() -> None:
-    pool, pins = BlockPool(4, enable_caching=True, hash_block_size=16), Pins()  # block 0 stands for none
+    pool, pins = BlockPool(4, enable_caching=True, hash_block_size=16), Pins(ManualClock())  # block 0 stands for none
     pins.pool = pool
     one, *others = pool.get_new_blocks(3)
     pins.update(Counter([one.block_id]), Counter())

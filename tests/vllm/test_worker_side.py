@@ -19,6 +19,7 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.utils", reason="v
 
 from kvactors.vllm.messages import Event, Life, StepPlan
 from kvactors.vllm.worker import WorkerSide
+from tests.engine.rig import hashes
 from tests.vllm.worker_rig import WorkerRig, full_layout, load, request, state_layout, window_layout
 
 IDS = [3, 4, 5]
@@ -150,20 +151,21 @@ class TestLoadsInside:
             assert rig.side.invalid_blocks() == set(BACK)
             assert saved(rig) == 0
 
-    def test_who_shares_the_blocks_is_not_published_either(self, pool: MemoryStore) -> None:
+    def test_what_lies_before_a_failed_block_may_be_used(self, pool: MemoryStore) -> None:
+        """vLLM computes from the first block that it is told of: those before it must be there."""
         with WorkerRig(full_layout(), store=pool) as other:
             other.write(IDS)
+            wrote = other.contents(IDS[:2])
             save_all(other)
-        with WorkerRig(full_layout(), store=pool, faults=[self.fail_gets()]) as rig:
-            sharer = request("c", {0: [*BACK, 20]}, save={0: [3]}, prefix="q")
-            fine = request("d", {0: [21, 22]}, save={0: [0, 1]}, prefix="r")
-            rig.step(StepPlan([request("b", {0: BACK}, load={0: range(3)}), sharer, fine]))
+            bad = other.layout.key(0, hashes(3)[2])
+        pool.remove(bad, force=True)
+        with WorkerRig(full_layout(), store=pool) as rig:
+            rig.step(StepPlan([request("b", {0: [*BACK, 13]}, load={0: range(3)})]))
             report = rig.side.report()
             assert report is not None
-            assert set(report.failed) == {Life("b"), Life("c")}
-            assert saved(rig) == 2, "the one that shares nothing"
-            rig.step(StepPlan([request("c", {0: [*BACK, 20, 23]}, save={0: [4]}, prefix="q")]))
-            assert saved(rig) == 2, "what goes on from there is wrong too"
+            assert (report.failed, rig.side.invalid_blocks()) == ({Life("b"): 32}, {12})
+            assert report.lost == {12, 13}, "also what the step computed from there on"
+            assert rig.contents(BACK[:2]) == wrote
 
     def test_several_groups_can_only_stop(self, pool: MemoryStore) -> None:
         with WorkerRig(window_layout(), store=pool) as other:
