@@ -23,7 +23,7 @@ def tell(record: Sending, event: str, pullers: int = 2) -> list[SendInstruction]
     """`event` is a method, and where it concerns a worker its name."""
     name, _, worker = event.partition(" ")
     given: dict[str, list[object]] = {"pull": [pullers], "abort": [pullers]}
-    given |= dict.fromkeys(("failed", "refused", "cancel", "expire"), ["why"])
+    given |= {key: ["why"] for key in ("failed", "refused", "cancel", "expire")}
     whose = [NAMED[worker]] if worker else []
     return list(getattr(record, name)(*whose, *given.get(name, [])))
 
