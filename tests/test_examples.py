@@ -33,8 +33,10 @@ def test_a_run(arguments: Callable[[list[str]], Any]) -> None:
 
 @pytest.mark.parametrize("arguments", ["compare.py"], indirect=True)
 def test_a_comparison(arguments: Callable[[list[str]], Any]) -> None:
-    given = arguments(["--model", "qwen3", "--rounds", "3", "--no-pause"])
-    assert (given.model, given.prompts, given.tokens, given.rounds, given.no_pause) == ("qwen3", 8, 900, 3, True)
+    given = arguments(["--model", "qwen3", "--rounds", "3", "--no-pause", "--remote"])
+    assert (given.model, given.prompts, given.tokens, given.rounds) == ("qwen3", 8, 900, 3)
+    assert given.no_pause
+    assert given.remote
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,9 @@ loads fewer tokens, if a token differs from the cold run, or if the ratio of the
 
 Both pause for a millisecond after a step in which nothing could run, as a vLLM server does and `LLM` in one process does not.
 With `--no-pause` they go on at once, and leave other threads little of Python's lock.
+
+Each engine gave the pool the memory that it loads from, and Mooncake copies whole objects out of a client's own memory. With
+`--remote` it sends them over TCP, as from another machine.
 """
 
 from __future__ import annotations
@@ -73,6 +76,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=900, help="tokens of a prompt, at most 2000")
     parser.add_argument("--rounds", type=int, default=20, help="warm runs of each connector that count")
     parser.add_argument("--no-pause", action="store_true", help="step without a pause while requests wait for their loads")
+    parser.add_argument("--remote", action="store_true", help="send everything over TCP, as from another machine")
     given = parser.parse_args(words)
     if min(given.prompts, given.rounds) < 1 or not 1 <= given.tokens <= 2000:
         parser.error("--prompts and --rounds must be at least 1, --tokens from 1 to 2000")
@@ -121,6 +125,8 @@ def stopped(side: Side) -> None:
 
 def serve(pipe: Any, name: str, given: argparse.Namespace, folder: Path, pool: Path) -> None:
     os.environ["MOONCAKE_CONFIG_PATH"] = str(pool)
+    if given.remote:
+        os.environ["MC_STORE_MEMCPY"] = "0"
     llm = tiny.start(given.model, folder, CONNECTORS[name], pause=not given.no_pause)
     loaded = counted()
     requests = tiny.prompts(given.prompts, given.tokens)
