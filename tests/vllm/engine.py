@@ -55,8 +55,13 @@ def start(model: str, folder: Path, **changes: Any) -> Any:
     return LLM(model=str(tiny_models.write(model, folder)), **arguments)
 
 
-def run_alone(module: str, *words: str | Path, timeout_s: float = 280) -> None:
-    """`python -m module words…` with vLLM's environment; a failure shows what it printed last."""
+def ask_alone(module: str, *words: str | Path, timeout_s: float = 280) -> str:
+    """The last line that `run_alone` prints."""
+    return run_alone(module, *words, timeout_s=timeout_s).rstrip().rpartition("\n")[2]
+
+
+def run_alone(module: str, *words: str | Path, timeout_s: float = 280) -> str:
+    """What `python -m module words…` prints, with vLLM's environment; a failure shows what it printed last."""
     ran = subprocess.run(
         [sys.executable, "-m", module, *map(str, words)],
         cwd=ROOT,
@@ -67,3 +72,4 @@ def run_alone(module: str, *words: str | Path, timeout_s: float = 280) -> None:
     )
     if ran.returncode:
         raise AssertionError(f"{module} {' '.join(map(str, words))} ended with {ran.returncode}:\n{ran.stderr[-4000:]}")
+    return ran.stdout
