@@ -262,6 +262,7 @@ class Transfer(Job):
     Attributes:
         oldest_s: when the oldest session in it was opened (or renewed), on the engine's clock.
         run: which run of layers it is read in, see `read_runs`; -1 = any. Only layers of one run go in one call.
+        whole: whether it is part of a read of whole objects, which should go in one call.
     """
 
     kind: Kind
@@ -269,6 +270,7 @@ class Transfer(Job):
     object_bytes: int
     oldest_s: float
     run: int = -1
+    whole: bool = False
 
     @property
     def count(self) -> int:

@@ -44,6 +44,7 @@ class AuditedStore:
     def __init__(self, store: Store, clock: Clock, config: EngineConfig) -> None:
         self.name, self.lease_s, self.put_safe_age_s = store.name, store.lease_s, store.put_safe_age_s
         self.good_range_bytes: int = getattr(store, "good_range_bytes", 0)
+        self.reads_whole_objects: bool = getattr(store, "reads_whole_objects", False)
         self.violations: list[str] = []
         self.checked = 0
         self._store, self._clock, self._config = store, clock, config

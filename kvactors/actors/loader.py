@@ -11,7 +11,7 @@ from kvactors.actors.step_state import LayerTask, StepState
 from kvactors.core.events import DeviceEvent
 from kvactors.core.loads import StepLoads
 from kvactors.core.queue import Priority
-from kvactors.core.ranges import read_runs
+from kvactors.core.ranges import read_runs, whole_rows
 from kvactors.core.saves import RangeCall
 from kvactors.core.sessions import GetEvent, GetSession, GetState
 from kvactors.core.steps import NULL_BLOCK
@@ -41,6 +41,8 @@ class Loader:
         good = context.pool.good_range_bytes
         self._runs = read_runs(context.ranges, good) if good else {}
         self._run_ends = sorted(set(self._runs.values()))
+        self._whole_rows = whole_rows(context.ranges, context.config) if context.pool.reads_whole_objects else 0
+        """keys of a call that reads whole objects; 0 = none does"""
         self._waiting: dict[str, list[GroupStep]] = {}
         """key -> steps whose preparation waits for its session"""
         self._reopen: dict[str, list[GroupStep]] = {}
@@ -193,7 +195,8 @@ class Loader:
         for row in lost:  # skipped from here on, so its request fails here already (I5)
             if state.failed[loads.requests[row]] > layer:
                 state.fail(loads.requests[row], layer, [(c.group_id, loads.blocks[row])], "")
-        calls = loads.start(layer, lost)
+        most_rows = 0 if state.windowed else self._whole_rows
+        calls = loads.start(layer, lost, most_rows)
         if c.range_debug is not None:
             for call in calls:
                 owners = [(loads.requests[row], loads.blocks[row]) for row in call.rows.tolist()]
@@ -214,6 +217,7 @@ class Loader:
                 object_bytes=c.ranges.object_bytes,
                 oldest_s=float(loads.opened_at[call.rows].min()),
                 run=self._runs.get(layer, -1) if state.windowed else -1,
+                whole=bool(most_rows),
             )
             for call in calls
         ]

@@ -86,6 +86,7 @@ class TransferPool:
         self._lock = threading.Lock()
         self._queue: TransferQueue[Job] = TransferQueue()
         self.good_range_bytes: int = max(0, getattr(self.store, "good_range_bytes", 0))
+        self.reads_whole_objects = self.good_range_bytes > 0 and bool(getattr(self.store, "reads_whole_objects", False))
         self._riders = Riders[Transfer](self.good_range_bytes, config.max_transfer_bytes) if self.good_range_bytes else None
         self._gated: dict[int, Job] = {}
         self._running: dict[Worker, tuple[Job, float]] = {}

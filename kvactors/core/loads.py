@@ -68,13 +68,13 @@ class StepLoads:
         rows = enumerate(zip(self.requests, self.blocks, strict=True))
         return {row for row, (r, block) in rows if r in first_wrong and block * block_tokens >= first_wrong[r]}
 
-    def start(self, layer: int, lost: Container[int]) -> list[RangeCall]:
-        """The calls that load one layer, less the rows that are lost."""
+    def start(self, layer: int, lost: Container[int], most_rows: int = 0) -> list[RangeCall]:
+        """The calls that load one layer, less the rows that are lost; `most_rows`: see `range_calls`."""
         if layer in self.started or layer not in self.ranges.layers:
             return []
         self.started.add(layer)
         rows = np.array([row for row in range(len(self.keys)) if row not in lost], dtype=np.intp)
-        return range_calls(self.ranges, layer, rows, self.keys, self.block_ids) if len(rows) else []
+        return range_calls(self.ranges, layer, rows, self.keys, self.block_ids, most_rows) if len(rows) else []
 
     def returned(self, call: RangeCall, outcomes: Sequence[Outcome]) -> None:
         good = np.fromiter((o is Outcome.OK for o in outcomes), dtype=bool, count=len(outcomes))

@@ -87,8 +87,10 @@ def read_runs(ranges: GroupRanges, good_range_bytes: int) -> dict[int, int]:
     """Which layers are read together where short ranges are dear: stage layer -> the last layer of its run.
 
     The first layer is a run of its own, so that the compute can begin; each further run has at most twice the layers of the one
-    before, and no more than make a good range.
+    before, and no more than make a good range. An object that is no longer than a good range is read at once.
     """
+    if ranges.object_bytes <= good_range_bytes:
+        return dict.fromkeys(ranges.layers, ranges.last_layer)
     runs: dict[int, int] = {}
     run: list[int] = []
     nbytes, most = 0, 1
@@ -99,6 +101,16 @@ def read_runs(ranges: GroupRanges, good_range_bytes: int) -> dict[int, int]:
             runs.update(dict.fromkeys(run, layer))
             run, nbytes, most = [], 0, 2 * most
     return runs
+
+
+def whole_rows(ranges: GroupRanges, config: EngineConfig) -> int:
+    """How many whole objects of a group fit into one store call; 0: not one does."""
+    limits = [MAX_RANGES // max(1, ranges.pieces)]
+    if config.max_transfer_blocks:
+        limits.append(config.max_transfer_blocks)
+    if config.max_transfer_bytes:
+        limits.append(config.max_transfer_bytes // max(1, ranges.object_bytes))
+    return min(limits)
 
 
 def group_ranges(layout: KVLayout, group_id: int, bases: Bases, config: EngineConfig) -> GroupRanges:

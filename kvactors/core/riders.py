@@ -28,6 +28,7 @@ class Rider(Protocol):
     epoch: int
     call: RangeCall
     run: int
+    whole: bool
 
     @property
     def kind(self) -> Hashable: ...
@@ -40,7 +41,7 @@ class Riders(Generic[R]):
     """Knows by its first piece each transfer that is queued. Not thread-safe: the pool holds its lock.
 
     Args:
-        good_range_bytes: runs of one key are joined until they are that long.
+        good_range_bytes: runs of one key are joined until they are that long; those of a whole object, until it is whole.
         max_transfer_bytes: most bytes in one store call; 0 = no limit.
     """
 
@@ -65,7 +66,7 @@ class Riders(Generic[R]):
         keys, ranges, run = len(batch.keys), len(batch.sizes), batch.nbytes_per_key
         picked: list[R] = []
         last = first
-        while run < self._good:
+        while run < self._good or first.whole:
             job = self._by_start.get(_place(last, last.call.last_piece))
             if job is None or not _same_way(first, job):
                 break

@@ -31,8 +31,17 @@ class RangeCall:
     last_piece: int
 
 
-def range_calls(ranges: GroupRanges, layer: int, rows: Rows, keys: Sequence[str], block_ids: Addresses) -> list[RangeCall]:
-    """The store calls that move one layer's pieces for `rows` (indices into `keys` and `block_ids`)."""
+def range_calls(
+    ranges: GroupRanges, layer: int, rows: Rows, keys: Sequence[str], block_ids: Addresses, most_rows: int = 0
+) -> list[RangeCall]:
+    """The store calls that move one layer's pieces for `rows` (indices into `keys` and `block_ids`).
+
+    Args:
+        most_rows: keys in one call; 0 = as many as its limits allow.
+    """
+    if most_rows and len(rows) > most_rows:
+        parts = [rows[lo : lo + most_rows] for lo in range(0, len(rows), most_rows)]
+        return [call for part in parts for call in range_calls(ranges, layer, part, keys, block_ids)]
     of_layer = ranges.layers[layer]
     calls: list[RangeCall] = []
     for cut in of_layer.cuts(len(rows)):

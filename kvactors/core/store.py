@@ -99,7 +99,9 @@ class Store(Protocol):
 
     A store may also have `good_range_bytes: int`, which the engine reads once: how long a range must be for its fixed cost not
     to matter. Layers that wait are then joined up to that length in one call (`core/riders.py`). Without it, or with 0, ranges
-    of any size are as good, and nothing is joined. It is no part of the protocol: stores without it stay stores.
+    of any size are as good, and nothing is joined. And it may have `reads_whole_objects: bool`: whether ranges that make up a
+    whole object are read faster in one call; loads outside steps are made so then. Both are no part of the protocol: stores
+    without them stay stores.
     """
 
     name: str

@@ -158,6 +158,7 @@ class SimulatedStore:
         """how many losses the client's engine knows of"""
         self.lease_s = pool.lease_s
         self.good_range_bytes = good_range_bytes
+        self.reads_whole_objects = client % 2 == 1
         self._trouble = trouble
         self._puts: dict[str, _Session] = {}
         self._gets: dict[str, _Session] = {}

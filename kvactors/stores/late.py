@@ -21,14 +21,22 @@ class LateStore:
 
     Args:
         opener: opens the store; `StoreUnreachableError` = not there yet, any other error is the caller's own.
-        lease_s, put_safe_age_s, good_range_bytes: the store's, which must be known before it is.
+        lease_s, put_safe_age_s, good_range_bytes, reads_whole_objects: the store's, which must be known before it is.
     """
 
     def __init__(
-        self, opener: Callable[[], Store], *, name: str, lease_s: float, put_safe_age_s: float, good_range_bytes: int
+        self,
+        opener: Callable[[], Store],
+        *,
+        name: str,
+        lease_s: float,
+        put_safe_age_s: float,
+        good_range_bytes: int,
+        reads_whole_objects: bool = False,
     ) -> None:
         self.name = name
         self.lease_s, self.put_safe_age_s, self.good_range_bytes = lease_s, put_safe_age_s, good_range_bytes
+        self.reads_whole_objects = reads_whole_objects
         self._opener = opener
         self._lock = threading.Lock()
         self._store: Store | None = None

@@ -67,6 +67,7 @@ def _mooncake(config: MooncakeConfig) -> Store:
         name=MooncakeStore.name,
         lease_s=config.lease_s,
         put_safe_age_s=config.discard_timeout_s / 2,
+        reads_whole_objects=config.read_whole_objects,
         good_range_bytes=GOOD_RANGE_BYTES if config.protocol == "tcp" and int(config.staging_bytes) else 0,
     )
     problem = late.try_open()

@@ -66,7 +66,11 @@ async def stored(rig: Rig, count: int = 3) -> list[bytes]:
     return fine
 
 
-async def test_the_layers_of_a_run_are_loaded_in_one_call() -> None:
+LESS_THAN_AN_OBJECT = 32 * LAYERS - 1
+
+
+async def test_the_layers_of_a_run_are_loaded_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Coarse, "good_range_bytes", LESS_THAN_AN_OBJECT)
     store = Coarse()
     async with Rig(full_layout(layers=LAYERS), inner=store) as rig:
         request = rig.request("r", await stored(rig), load={0: [0, 1, 2]}, first_id=9)
@@ -75,7 +79,32 @@ async def test_the_layers_of_a_run_are_loaded_in_one_call() -> None:
         assert sorted(store.ranges_got) == [2, 4, 6]  # one layer, two, and the rest
 
 
-async def test_the_next_run_is_on_its_way_while_one_is_computed() -> None:
+async def test_an_object_that_is_no_longer_than_a_good_range_is_loaded_at_once() -> None:
+    store = Coarse()
+    async with Rig(full_layout(layers=LAYERS), inner=store) as rig:
+        request = rig.request("r", await stored(rig), load={0: [0, 1, 2]}, first_id=9)
+        await rig.run(request)
+        assert rig.loaded_right(request)
+        assert store.ranges_got == [2 * LAYERS]
+
+
+@pytest.mark.parametrize(("whole", "most_bytes", "calls"), [(True, 0, [12]), (True, 400, [12, 12]), (False, 0, [2] * 6)])
+async def test_a_load_outside_a_step_reads_whole_objects_where_that_pays(
+    monkeypatch: pytest.MonkeyPatch, whole: bool, most_bytes: int, calls: list[int]
+) -> None:
+    """Three objects of 192 bytes; two of them fit into 400."""
+    monkeypatch.setattr(Coarse, "good_range_bytes", 1)
+    monkeypatch.setattr(Coarse, "reads_whole_objects", whole, raising=False)
+    store = Coarse()
+    async with Rig(full_layout(layers=LAYERS), inner=store, config={"max_transfer_bytes": most_bytes}) as rig:
+        request = rig.request("r", await stored(rig), load={0: [0, 1, 2]}, first_id=9)
+        assert (await rig.engine.load("r", request.groups, request.hashes)).failure is None
+        assert rig.loaded_right(request)
+        assert store.ranges_got == calls
+
+
+async def test_the_next_run_is_on_its_way_while_one_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Coarse, "good_range_bytes", LESS_THAN_AN_OBJECT)
     store = Coarse()
     async with Rig(full_layout(layers=LAYERS), inner=store, config={"prefetch_layers": 1}) as rig:
         request = rig.request("r", await stored(rig), load={0: [0, 1, 2]}, first_id=9)

@@ -164,11 +164,18 @@ async def _ranges_of_a_round_trip(store: MooncakeStore, fine: list[bytes], layou
     return {name: count - before[name] for name, count in store.stats().items()}
 
 
-async def test_small_entries_are_staged(owner: MooncakeStore, fine: list[bytes]) -> None:
+async def test_small_entries_are_staged(owner: MooncakeStore, fine: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "reads_whole_objects", False)
     made = await _ranges_of_a_round_trip(owner, fine, full_layout(4, 4096), host=True)
     assert made["ranges"] == 2 * 4 * 8, "to the store and back, 4 blocks of 4 layers with 2 entries"
     assert made["ranges_sent"] <= made["ranges"] // 2
     assert made["staged_bytes"] == made["written_bytes"] + made["read_bytes"]
+
+
+async def test_small_objects_are_read_whole(owner: MooncakeStore, fine: list[bytes]) -> None:
+    made = await _ranges_of_a_round_trip(owner, fine, full_layout(4, 4096), host=True)
+    assert made["whole_objects"] == 4
+    assert made["staged_bytes"] == made["written_bytes"]
 
 
 async def test_large_entries_are_not_staged(owner: MooncakeStore, fine: list[bytes]) -> None:
@@ -176,7 +183,8 @@ async def test_large_entries_are_not_staged(owner: MooncakeStore, fine: list[byt
     assert made["staged_bytes"] == 0
 
 
-async def test_device_memory_is_not_staged(owner: MooncakeStore, fine: list[bytes]) -> None:
+async def test_device_memory_is_not_staged(owner: MooncakeStore, fine: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "reads_whole_objects", False)
     made = await _ranges_of_a_round_trip(owner, fine, full_layout(4, 4096), host=False)
     assert made["staged_bytes"] == 0
     assert made["ranges_sent"] == made["ranges"]

@@ -165,10 +165,17 @@ def test_threads_that_use_up_the_slots_move_the_same_bytes(staged: MooncakeStore
 
 @pytest.mark.parametrize(("padding", "staging", "sent"), [(0, False, 1), (0, True, 1), (32, False, 16), (32, True, 1)], ids=str)
 def test_neighbours_on_both_sides_are_one_range(
-    plain: MooncakeStore, staged: MooncakeStore, buffer: Buffer, padding: int, staging: bool, sent: int
+    plain: MooncakeStore,
+    staged: MooncakeStore,
+    buffer: Buffer,
+    monkeypatch: pytest.MonkeyPatch,
+    padding: int,
+    staging: bool,
+    sent: int,
 ) -> None:
     """Sixteen neighbours in the object. Without padding they are neighbours in memory too."""
     store, (key,) = staged if staging else plain, fresh(1)
+    monkeypatch.setattr(store, "reads_whole_objects", False)
     at = [[buffer.address + i * (1024 + padding) for i in range(16)]]
     batch = ranges([key], at, [1024] * 16, list(range(0, 16 * 1024, 1024)))
     before = store.stats()
@@ -182,6 +189,36 @@ def test_neighbours_on_both_sides_are_one_range(
     assert after["ranges"] - before["ranges"] == 2 * 16
     assert after["ranges_sent"] - before["ranges_sent"] == 2 * sent
     assert after["staged_bytes"] - before["staged_bytes"] == (2 * 16 * 1024 if staging and padding else 0)
+
+
+@pytest.mark.parametrize("padding", [0, 32])
+def test_ranges_that_make_up_whole_objects_are_read_as_such(plain: MooncakeStore, buffer: Buffer, padding: int) -> None:
+    keys = fresh(2)
+    at = [[buffer.address + 65536 * row + i * (1024 + padding) for i in range(16)] for row in range(2)]
+    batch = ranges(keys, at, [1024] * 16, list(range(0, 16 * 1024, 1024)))
+    assert plain.put_open(keys, [16 * 1024] * 2) == [OK, OK]
+    for row in range(2):
+        for i in range(16):
+            buffer.fill(65536 * row + i * (1024 + padding), bytes([16 * row + i + 1]) * 1024)
+    assert plain.put_ranges(batch) == [OK, OK]
+    assert plain.put_commit(keys) == [OK, OK]
+    buffer.fill(0, bytes(131072))
+    assert plain.get_open(keys, [16 * 1024] * 2) == [OK, OK]
+    before = plain.stats()
+    assert plain.get_ranges(batch) == [OK, OK]
+    for row in range(2):
+        for i in range(16):
+            assert buffer.read(65536 * row + i * (1024 + padding), 1024) == bytes([16 * row + i + 1]) * 1024
+            assert not padding or buffer.read(65536 * row + i * (1024 + padding) + 1024, padding) == bytes(padding)
+    assert plain.stats()["whole_objects"] - before["whole_objects"] == 2
+    half = ranges(keys, [row[:8] for row in at], [1024] * 8, list(range(0, 8 * 1024, 1024)))
+    twice = ranges(keys[:1] * 2, at, [1024] * 16, list(range(0, 16 * 1024, 1024)))
+    backwards = ranges(keys, at, [1024] * 16, list(range(0, 16 * 1024, 1024))[::-1])
+    for other in (half, twice, backwards):
+        before = plain.stats()
+        assert plain.get_ranges(other) == [OK, OK]
+        assert plain.stats()["whole_objects"] == before["whole_objects"]
+    plain.get_close(keys)
 
 
 # Sizes
@@ -237,7 +274,7 @@ def test_a_pinned_object_and_one_with_two_replicas_are_read_like_others(
 def test_a_lease_that_is_shorter_on_the_master_is_noticed(
     connect: Connect, owner: MooncakeStore, buffer: Buffer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store, (key,) = registered(connect(lease_s=60.0), owner, buffer), fresh(1)
+    store, (key,) = registered(connect(lease_s=60.0, read_whole_objects=False), owner, buffer), fresh(1)
     store.put_open([key], [8])
     store.put_commit([key])
     assert store.get_open([key], [8]) == [OK]

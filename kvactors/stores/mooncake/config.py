@@ -48,6 +48,8 @@ class MooncakeConfig:
         suspect_after_s: a read that takes longer makes the segment it reads from a suspect.
         negative_s: for how long keys on a suspect segment, and keys whose read failed, count as not readable.
         close_deadline_s: how long `close` waits for calls under way.
+        read_whole_objects: ranges that make up a whole object are read by Mooncake's call for objects: at the speed of memory
+            from a segment on this machine, where ranges always go through a socket.
         staging_bytes: memory for ranges that are put together before they are sent, bytes or text; 0 = off.
     """
 
@@ -68,6 +70,7 @@ class MooncakeConfig:
     suspect_after_s: float = 5.0
     negative_s: float = 30.0
     close_deadline_s: float = 30.0
+    read_whole_objects: bool = True
     staging_bytes: int | str = 32 << 20
 
     def __post_init__(self) -> None:
@@ -89,7 +92,7 @@ class MooncakeConfig:
             raise ConfigError(f"local_buffer_size = {self.buffer_bytes}: must be at least 16 MiB")
         if not isinstance(self.replica_num, int) or isinstance(self.replica_num, bool) or self.replica_num < 1:
             raise ConfigError(f"replica_num = {self.replica_num!r}: must be a whole number of at least 1")
-        for name in ("prefer_alloc_in_same_node", "with_hard_pin"):
+        for name in ("prefer_alloc_in_same_node", "with_hard_pin", "read_whole_objects"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: must be true or false")
         segments: object = self.preferred_segments

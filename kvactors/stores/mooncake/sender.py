@@ -20,6 +20,9 @@ from kvactors.stores.regions import Regions
 
 PUT_RANGES, GET_RANGES = "batch_put_from_multi_buffer_ranges", "batch_get_into_multi_buffer_ranges"
 
+GET_WHOLE = "batch_get_into_multi_buffers"
+"""Reads whole objects: from a segment on this machine at the speed of memory, where ranges always go through a socket."""
+
 Answers = list[Outcome]
 
 
@@ -81,6 +84,18 @@ class Sender:
     ) -> None:
         """Reads the ranges of `rows`; `judge` corrects their answers before anything leaves a staging buffer."""
         self._send(batch, GET_RANGES, answers, rows, host, judge)
+
+    def get_whole(self, batch: RangeBatch, answers: Answers, rows: Sequence[int], judge: Callable[[], None]) -> None:
+        """Reads `rows`, whose ranges are whole objects of different keys, in the objects' order."""
+        if not rows:
+            return
+        whole = joined(batch if len(rows) == len(batch.keys) else _part(batch, np.array(rows, np.intp)))
+        codes = self._client.ask(GET_WHOLE, whole.keys, whole.addresses.tolist(), [whole.sizes.tolist()] * len(rows))
+        for row, code in zip(rows, codes, strict=True):
+            answers[row] = range_outcome(code, whole.nbytes_per_key)
+        judge()
+        with self._lock:
+            self.count["whole_objects"] += len(rows)
 
     def _send(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from kvactors.stores.mooncake.client import NOWHERE, PROBE_KEY, Client
 from kvactors.stores.mooncake.codes import UNREACHABLE, outcome_of
 from kvactors.stores.mooncake.config import MooncakeConfig
 from kvactors.stores.mooncake.host_memory import host_memory
-from kvactors.stores.mooncake.sender import Sender
+from kvactors.stores.mooncake.sender import GET_WHOLE, Sender
 from kvactors.stores.mooncake.sessions import Reading, Sessions
 from kvactors.stores.mooncake.suspects import Segments, Suspects
 from kvactors.stores.pool import SystemClock
@@ -79,6 +80,7 @@ class MooncakeStore:
         self._regions = self._host = Regions()
         self._sender = Sender(self._client, config.protocol, int(config.staging_bytes))
         self.good_range_bytes = self._sender.good_range_bytes
+        self.reads_whole_objects = config.read_whole_objects and self._client.has(GET_WHOLE)
         self._count: Counter[str] = Counter()
         self._told: set[str] = set()
 
@@ -291,14 +293,15 @@ class MooncakeStore:
     def stats(self) -> Mapping[str, Any]:
         """Counters since the start. StoreError after `close`.
 
-        `ranges` asked for, `ranges_sent` after joining and staging, `staged_bytes`, bytes read and written, `negative`: gets
-        refused because a read of the key or its segment failed before.
+        `ranges` asked for, `ranges_sent` after joining and staging, `staged_bytes`, `whole_objects` that were read without
+        ranges, bytes read and written, `negative`: gets refused because a read of the key or its segment failed before.
         """
         self._check_open()
-        names = ("reads", "writes", "read_bytes", "written_bytes", "ranges", "ranges_sent", "staged_bytes", "negative")
+        names = ("reads", "writes", "read_bytes", "written_bytes", "ranges", "ranges_sent")
+        more = ("staged_bytes", "whole_objects", "negative")
         with self._lock:
             count = self._count + self._sender.count
-        return {name: count[name] for name in names} | {"gets_open": self._sessions.gets_open}
+        return {name: count[name] for name in (*names, *more)} | {"gets_open": self._sessions.gets_open}
 
     def close(self) -> None:
         """Leaves the pool, after calls under way. Memory that this client gave to the pool goes, with the objects in it.
@@ -386,11 +389,23 @@ class MooncakeStore:
         read = self._suspects.begin((reading.placed.segments for reading in held.values()), now)
         failed: list[tuple[str, Segments]] = []
         try:
-            self._sender.get(batch, answers, list(held), host, lambda: self._judge(keys, answers, held))
+            judge = partial(self._judge, keys, answers, held)
+            if self._reads_whole(batch, held):
+                self._sender.get_whole(batch, answers, list(held), judge)
+            else:
+                self._sender.get(batch, answers, list(held), host, judge)
             failed = [(keys[row], r.placed.segments) for row, r in held.items() if answers[row] is Outcome.TRANSFER_FAILED]
         finally:
             self._suspects.end(read, failed, self._clock.now())
         sessions.end_readings(keys, {row: r for row, r in held.items() if answers[row] in _SESSION_OVER})
+
+    def _reads_whole(self, batch: RangeBatch, held: Mapping[int, Reading]) -> bool:
+        """Whether every row is a whole object, in order, and no object is read twice."""
+        if not self.reads_whole_objects or len({batch.keys[row] for row in held}) < len(held) or not len(batch.sizes):
+            return False
+        ends = np.cumsum(batch.sizes)
+        in_order = batch.offsets[0] == 0 and bool((batch.offsets[1:] == ends[:-1]).all())
+        return in_order and all(reading.placed.nbytes == ends[-1] for reading in held.values())
 
     def _judge(self, keys: Sequence[str], answers: list[Outcome], held: Mapping[int, Reading]) -> None:
         """The lease once more, after the read, and the master's life: the bytes may be another object's."""
