@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="support.py asks kvactors.memory, which needs torch, what a state is")
-
 from kvactors.errors import ConfigError
 from kvactors.vllm.settings import CONSUMER, PRODUCER, ConnectorSettings
 from kvactors.vllm.support import VALIDATED_BACKENDS, require_supported, require_validated
