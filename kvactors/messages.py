@@ -79,10 +79,10 @@ class AbortStep:
 
 @dataclass(slots=True, eq=False)
 class LoadBlocks:
-    """Loads blocks outside any step; answered by `LoadDone`."""
+    """Loads blocks of requests outside any step; answered by one `LoadDone` each."""
 
     step: int
-    request: StepRequest
+    requests: Sequence[StepRequest]
     event: DeviceEvent | None
 
 

@@ -73,6 +73,8 @@ class Run:
     failed: str = ""
     end_asked: bool = False
     end_sent: bool = False
+    released: set[str] = field(default_factory=set)
+    """requests of a load outside steps that were aborted while others of it go on"""
 
 
 @dataclass(slots=True)
@@ -385,9 +387,21 @@ class Coordinator(Actor):
         for run in list(self._runs.values()):
             aborting = message.reason is not ReleaseReason.FINISHED
             if not run.state.windowed and message.request_id in run.state.requests and aborting:
-                await self._abort(run.state.id, message.reason.value)
+                await self._give_up_load(run, message.request_id, message.reason.value)
         self._releases.append(message)
         await self._check_releases()
+
+    async def _give_up_load(self, run: Run, request_id: str, reason: str) -> None:
+        """The request's part of a load outside steps: what did not start of it is skipped, the others go on. With the last
+        request the load is aborted."""
+        state = run.state
+        if state.ended.is_open:
+            return
+        run.released.add(request_id)
+        if run.released.issuperset(state.requests):
+            await self._abort(state.id, reason)
+        elif state.load_layers:
+            state.fail_request(request_id, state.load_layers[0], f"aborted: {reason}")
 
     async def _check_releases(self) -> None:
         states = [run.state for run in self._runs.values() if not run.state.ended.is_open]

@@ -162,6 +162,11 @@ class StepState:
             if blocks:
                 self.fail(request.request_id, layer, blocks, reason)
 
+    def fail_request(self, request_id: str, layer: int, reason: str) -> None:
+        """Notes that nothing that a request of the step was to load will arrive, from `layer` on."""
+        groups = self.requests[request_id].groups
+        self.fail(request_id, layer, [(g, i) for g, b in groups.items() for i in b.load], reason)
+
     def first_wrong(self) -> dict[str, int]:
         """Failed request -> start of its earliest block that will not arrive, tokens: what lies before it goes on."""
         if not self.failed:
@@ -185,6 +190,14 @@ class StepState:
             broken = {r: set(b) for r, b in self._broken.items()}
             layers, reasons = dict(self.failed), dict(self._reasons)
         return {r: self._failed_load(r, layers[r], blocks, reasons[r]) for r, blocks in broken.items()}
+
+    def failure(self, request_id: str) -> FailedLoad | None:
+        """`failures` of one request; None: it did not fail."""
+        with self._lock:
+            if request_id not in self.failed:
+                return None
+            layer, blocks, reason = self.failed[request_id], set(self._broken[request_id]), self._reasons[request_id]
+        return self._failed_load(request_id, layer, blocks, reason)
 
     def _failed_load(self, request_id: str, layer: int, broken: set[tuple[int, int]], reason: str) -> FailedLoad:
         request = self.requests.get(request_id)

@@ -367,24 +367,33 @@ class Engine:
     ) -> StepState:
         if not isinstance(blocks, Mapping) or not all(isinstance(b, GroupBlocks) for b in blocks.values()):
             raise StepError(f"load for {request_id!r}: blocks is {blocks!r:.60}; give group id -> GroupBlocks")
-        request = StepRequest(request_id, hashes, {g: dataclasses.replace(b, save=()) for g, b in blocks.items()})
-        state = self._intake.state([request], windowed=False)
+        state = self._intake.state([StepRequest(request_id, hashes, blocks)], windowed=False)
         if request_id in state.problems:
             raise StepError(f"load for {request_id!r}: {state.problems[request_id]}")
+        return self._begin_load(state, event)
+
+    def start_loads(self, requests: Sequence[StepRequest], event: DeviceEvent | None) -> StepState:
+        return self._begin_load(self._intake.state(requests, windowed=False), event)
+
+    def _begin_load(self, state: StepState, event: DeviceEvent | None) -> StepState:
         if self._is_dead():
             self._refuse(state)
             return state
         self._states[state.id] = state
-        self.post(LoadBlocks(state.id, request, self.driver.record() if event is None else event))
+        guard = self.driver.record() if event is None else event
+        self.post(LoadBlocks(state.id, list(state.requests.values()), guard))
         if self._is_dead():
             self._refuse(state)
         return state
 
     def load_done(self, state: StepState, request_id: str) -> LoadDone:
+        request = state.requests.get(request_id)
         fenced: dict[int, tuple[int, ...]] = {}
-        for group_id, block_id in sorted(state.fenced):
-            fenced[group_id] = (*fenced.get(group_id, ()), block_id)
-        return LoadDone(request_id, state.failures().get(request_id), fenced)
+        for group_id, blocks in sorted(request.groups.items()) if request is not None and state.fenced else ():
+            mine = {(group_id, int(blocks.block_ids[i])) for i in blocks.load} & state.fenced
+            if mine:
+                fenced[group_id] = tuple(sorted(block_id for _, block_id in mine))
+        return LoadDone(request_id, state.failure(request_id), fenced)
 
     async def load(
         self,
@@ -402,6 +411,23 @@ class Engine:
         state = self.start_load(request_id, blocks, hashes, event)
         self.driver.in_time(await state.ended.wait_async(self.patience_s), f"load for {request_id!r}")
         return self.load_done(state, request_id)
+
+    async def load_many(self, requests: Sequence[StepRequest], event: DeviceEvent | None = None) -> dict[str, LoadDone]:
+        """`load` for several requests at once: each store call is made for the blocks of all of them (what they save is left
+        out). They fail one by one; so does one whose block lists contradict themselves, or that loads into the same local block
+        as one before it. A call that fails as a whole fails all of them.
+
+        Returns:
+            what came of each request, when every block of all of them arrived or failed.
+
+        Raises:
+            StepError: `requests` is no sequence of `StepRequest`.
+            DeadlineError: no answer in time; the destinations may still be written.
+        """
+        state = self.start_loads(requests, event)
+        names = [r.request_id for r in requests]
+        self.driver.in_time(await state.ended.wait_async(self.patience_s), f"loads for {names!r:.200}")
+        return {name: self.load_done(state, name) for name in names}
 
     # -- requests, drain -----------------------------------------------------------------------------------------------
 

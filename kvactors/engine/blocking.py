@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from kvactors.actors.step_state import StepState
@@ -20,7 +20,7 @@ from kvactors.core.store import Store
 from kvactors.engine.asynchronous import CLOSED, Engine
 from kvactors.engine.intake import Answer
 from kvactors.engine.steps import StepView
-from kvactors.errors import DeadlineError, EngineClosedError
+from kvactors.errors import DeadlineError, EngineClosedError, StepError
 from kvactors.messages import LoadDone
 
 START_S = 30.0
@@ -124,7 +124,12 @@ class BlockingEngine:
         event: DeviceEvent | None = None,
     ) -> Load:
         """Starts a load outside any step; returns a handle at once."""
-        return Load(self._engine, request_id, self._engine.start_load(request_id, blocks, hashes, event))
+        return Load(self._engine, [request_id], self._engine.start_load(request_id, blocks, hashes, event))
+
+    def load_many(self, requests: Sequence[StepRequest], event: DeviceEvent | None = None) -> Load:
+        """Starts one load for several requests; returns a handle at once. See `Engine.load_many`."""
+        state = self._engine.start_loads(requests, event)
+        return Load(self._engine, [r.request_id for r in requests], state)
 
     def release(self, request_id: str, reason: ReleaseReason = ReleaseReason.FINISHED, *, wait: bool = True) -> None:
         """See `Engine.release`. Without `wait` it returns at once; a load's own handle then says when its blocks are free."""
@@ -230,21 +235,34 @@ class PendingHit:
 
 
 class Load:
-    """A load outside any step."""
+    """A load outside any step, for one request or several."""
 
-    def __init__(self, engine: Engine, request_id: str, state: StepState) -> None:
-        self._engine, self._request_id, self._state = engine, request_id, state
+    def __init__(self, engine: Engine, request_ids: Sequence[str], state: StepState) -> None:
+        self._engine, self._request_ids, self._state = engine, request_ids, state
 
     @property
     def done(self) -> bool:
-        """Whether every block arrived or failed; a plain read."""
+        """Whether every block of every request arrived or failed; a plain read."""
         return self._state.ended.is_open
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Calls back once at the end, at once if that is past: on the thread that ends it, which must not be held up."""
+        self._state.ended.on_open(callback)
 
     def wait(self, seconds: float) -> bool:
         """Waits for the end at most so long; whether it is there."""
         return self._state.ended.wait(seconds)
 
-    def result(self) -> LoadDone:
-        """Waits for the end; see `Engine.load`."""
-        self._engine.driver.in_time(self._state.ended.wait(self._engine.patience_s), f"load for {self._request_id!r}")
-        return self._engine.load_done(self._state, self._request_id)
+    def result(self, request_id: str | None = None) -> LoadDone:
+        """Waits for the end of the whole load; what came of one request, which may be left out where there is only one.
+
+        Raises:
+            StepError: the load has no such request, or several and none was named.
+            DeadlineError: no answer in time; the destinations may still be written.
+        """
+        if request_id is None and len(self._request_ids) == 1:
+            request_id = self._request_ids[0]
+        if request_id is None or request_id not in self._request_ids:
+            raise StepError(f"result({request_id!r}): the load is for {self._request_ids!r:.200}")
+        self._engine.driver.in_time(self._state.ended.wait(self._engine.patience_s), f"load for {request_id!r}")
+        return self._engine.load_done(self._state, request_id)

@@ -94,9 +94,8 @@ class StepDriver:
             StepError: the stage has no such layer.
         """
         self._check_layer("fail", layer)
-        request = state.requests.get(request_id)
-        if request is not None:
-            state.fail(request_id, layer, [(g, i) for g, b in request.groups.items() for i in b.load], reason)
+        if request_id in state.requests:
+            state.fail_request(request_id, layer, reason)
 
     def record(self) -> DeviceEvent:
         """An event for the work queued so far: what a caller that gives none means."""

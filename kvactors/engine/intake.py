@@ -11,7 +11,7 @@ from kvactors.actors.step_state import StepState
 from kvactors.core.admission import loads_into_others, problem_of
 from kvactors.core.layout import KVLayout
 from kvactors.core.stats import EngineStats
-from kvactors.core.steps import StepRequest
+from kvactors.core.steps import GroupBlocks, StepRequest
 from kvactors.errors import StepError
 from kvactors.log import get_logger
 
@@ -31,17 +31,18 @@ class Intake:
         self._last_step = 0
 
     def state(self, requests: Sequence[StepRequest], *, windowed: bool = True) -> StepState:
-        """The state of a new step, or of a load outside steps."""
+        """The state of a new step, or of a load outside steps: there every request left out has failed."""
+        call = "begin_step" if windowed else "load"
         if not isinstance(requests, Sequence):
-            raise StepError(f"begin_step: {requests!r:.60} is no sequence of StepRequest")
+            raise StepError(f"{call}: {requests!r:.60} is no sequence of StepRequest")
         strange = next((r for r in requests if not isinstance(r, StepRequest)), None)
         if strange is not None:
-            raise StepError(f"begin_step: {strange!r:.60} is no StepRequest")
+            raise StepError(f"{call}: {strange!r:.60} is no StepRequest")
         good: dict[str, StepRequest] = {}
         problems: dict[str, str] = {}
         rejected_loads: list[str] = []
         loaded: dict[int, set[int]] = {}
-        for request in requests:
+        for request in requests if windowed else map(_only_loads, requests):
             problem = problem_of(request, self._layout, self._hash_tokens)
             if not problem and request.request_id in good:
                 problem = "is named twice in one step"
@@ -49,7 +50,7 @@ class Intake:
             if problem:
                 problems[request.request_id] = problem
                 self._stats.bad_requests += 1
-                if request.request_id not in good and _loads_something(request):
+                if not windowed or (request.request_id not in good and _loads_something(request)):
                     rejected_loads.append(request.request_id)
                 log.warning("a request takes no part in a step", request=request.request_id, problem=problem)
             else:
@@ -60,6 +61,14 @@ class Intake:
         return StepState(
             self._last_step, good, problems, rejected_loads, self._group_layers, self._block_tokens, windowed=windowed
         )
+
+
+def _only_loads(request: StepRequest) -> StepRequest:
+    """Less what it saves; as it is, if it makes no sense."""
+    given: Any = request.groups  # whatever the annotations say
+    if not isinstance(given, Mapping) or not all(isinstance(b, GroupBlocks) for b in given.values()):
+        return request
+    return dataclasses.replace(request, groups={g: dataclasses.replace(b, save=()) for g, b in given.items()})
 
 
 def _loads_something(request: Any) -> bool:

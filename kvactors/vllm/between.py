@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvactors.core.clock import Clock
-from kvactors.core.steps import NULL_BLOCK, GroupBlocks, ReleaseReason
+from kvactors.core.steps import NULL_BLOCK, GroupBlocks, ReleaseReason, StepRequest
 from kvactors.engine import BlockingEngine, Load
 from kvactors.log import get_logger
 from kvactors.vllm.messages import Life, LoadPlan, WorkerReport
@@ -17,12 +18,21 @@ log = get_logger("kvactors.vllm.loads", burst=10)
 
 @dataclass(slots=True)
 class Waiting:
-    """One load that was started. `handle`: None if it could not be; `told`: its request was reported, its blocks are held."""
+    """The load of one life.
+
+    Attributes:
+        handle: the engine's load, which all loads of its step share; None: it could not be made.
+        told: its request was reported, its blocks are held.
+    """
 
     plan: LoadPlan
     handle: Load | None
     began_s: float
     told: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.handle is None or self.handle.done
 
 
 class LoadsBetween:
@@ -37,26 +47,39 @@ class LoadsBetween:
         self._block_tokens = {g.id: g.block_tokens for g in engine.layout.groups}
         self._engine, self._clock, self._deadline_s, self._several = engine, clock, deadline_s, several_groups
         self._waiting: dict[Life, Waiting] = {}
+        self._ended = threading.Event()
+        """set when a load of the engine's ends"""
         self.deadlines = 0
 
-    def start(self, plan: LoadPlan) -> None:
-        """Starts a load; one that cannot be made is reported failed."""
-        handle: Load | None = None
-        if plan.problem:
-            log.error("a load that cannot be made", request=plan.life.request_id, problem=plan.problem)
-        else:
-            handle = self._engine.load(plan.life.name, plan.groups, plan.hashes)
-        self._waiting[plan.life] = Waiting(plan, handle, self._clock.now())
+    def start(self, plans: Sequence[LoadPlan]) -> None:
+        """Starts the loads of a step as one load of the engine, so that they share its store calls; one that cannot be made is
+        reported failed."""
+        asked = [StepRequest(p.life.name, p.hashes, p.groups) for p in plans if not p.problem]
+        handle = self._engine.load_many(asked) if asked else None
+        now = self._clock.now()
+        for plan in plans:
+            if plan.problem:
+                log.error("a load that cannot be made", request=plan.life.request_id, problem=plan.problem)
+            self._waiting[plan.life] = Waiting(plan, None if plan.problem else handle, now)
+        if handle is not None:
+            handle.on_done(self._ended.set)
 
     def cancel(self, life: Life) -> None:
         """The request is gone: nothing more of its load starts. It is still reported, once its blocks are free of it."""
         waiting = self._waiting.get(life)
-        if waiting is not None and waiting.handle is not None and not waiting.handle.done:
+        if waiting is not None and not waiting.over:
             self._engine.release(life.name, ReleaseReason.ABORTED, wait=False)
 
     def wait(self, seconds: float) -> bool:
         """Waits until nothing is under way, at most so long for each load; whether that is so."""
         return all(w.handle is None or w.handle.wait(seconds) for w in self._waiting.values())
+
+    def wait_any(self, seconds: float) -> None:
+        """Waits at most so long for a load to end; not at all if none is under way, or one that was not reported is over."""
+        self._ended.clear()
+        under_way = any(not w.over for w in self._waiting.values())
+        if under_way and all(w.told or not w.over for w in self._waiting.values()):
+            self._ended.wait(seconds)
 
     def poll(self, report: WorkerReport) -> tuple[set[str], set[str], set[int]]:
         """What is over since the last call.
@@ -68,7 +91,7 @@ class LoadsBetween:
         failed: set[str] = set()
         invalid: set[int] = set()
         for life, waiting in list(self._waiting.items()):
-            if waiting.handle is None or waiting.handle.done:
+            if waiting.over:
                 self._over(life, waiting, report, over, failed, invalid)
             elif not waiting.told and self._clock.now() - waiting.began_s > self._deadline_s:
                 self.deadlines += 1
@@ -96,7 +119,7 @@ class LoadsBetween:
             report.returned.update(_blocks(waiting.plan))
             return
         over.add(life.request_id)
-        failure = None if waiting.handle is None else waiting.handle.result().failure
+        failure = None if waiting.handle is None else waiting.handle.result(life.name).failure
         if waiting.handle is not None and failure is None:
             return
         first = 0 if failure is None else failure.first_token

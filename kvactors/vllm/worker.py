@@ -34,6 +34,10 @@ LATE_CALL_S = 60.0
 SETTLE_S = 0.25
 """How long the end of a step waits for its commits, so that the next request finds what this one saved."""
 
+IDLE_WAIT_S = 0.001
+"""How long a step that computes nothing waits for one of the loads under way to end. While all requests wait for loads, vLLM
+steps as fast as it can; in one process that keeps Python's lock from the threads that load."""
+
 
 @dataclass(slots=True)
 class Counters:
@@ -127,12 +131,15 @@ class WorkerSide:
         self._told_silent = False
         self._events = events
         self._unsettled: list[OpenStep] = []
+        self._idle = False
+        """whether the step computes nothing"""
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
         """The step's plan is here: puts are opened, and loads inside the step start."""
         self._drop_open("a new step began before the last one had ended")
+        self._idle = not plan.runs
         for life in plan.ended:
             self.between.cancel(life)
             self.engine.forget(life.name)
@@ -158,8 +165,8 @@ class WorkerSide:
 
     def start_loads(self, plan: StepPlan) -> None:
         """The loads between steps that came with this plan."""
-        for load in plan.loads:
-            self.between.start(load)
+        if plan.loads:
+            self.between.start(plan.loads)
 
     # -- layers --------------------------------------------------------------------------------------------------------
 
@@ -354,6 +361,8 @@ class WorkerSide:
 
     def finished_loads(self) -> tuple[set[str], set[str]]:
         """Requests whose loads between steps are over, and those of them that failed as a whole."""
+        if self._idle:
+            self.between.wait_any(IDLE_WAIT_S)
         over, failed, invalid = self.between.poll(self._report)
         self._invalid |= invalid
         return over, failed

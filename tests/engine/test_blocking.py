@@ -78,6 +78,25 @@ def test_load_outside_a_step(rig: BlockingRig) -> None:
     assert rig.loaded_right(request)
 
 
+def test_several_requests_in_one_load(rig: BlockingRig) -> None:
+    fine = hashes(2)
+    rig.forward(rig.request("a", fine, save={0: [0, 1]}))
+    rig.wipe()
+    requests = [rig.request(name, fine, load={0: [0, 1]}, first_id=at) for name, at in (("b", 9), ("c", 19))]
+    guard, ended = ManualEvent(), threading.Event()
+    load = rig.blocking.load_many([*requests, rig.request("d", fine, load={0: [0]}, first_id=9)], guard)
+    load.on_done(ended.set)
+    assert not load.done
+    guard.fire()
+    assert ended.wait(PATIENCE_S)
+    assert load.done
+    assert [load.result(name).failure is None for name in ("b", "c", "d")] == [True, True, False]
+    assert all(map(rig.loaded_right, requests))
+    for name in (None, "a"):
+        with pytest.raises(StepError, match="the load is for"):
+            load.result(name)
+
+
 def test_forget_drops_the_memory_of_committed_keys(rig: BlockingRig) -> None:
     rig.forward(rig.request("a", hashes(1), save={0: [0]}))
     blocks = {0: GroupBlocks([9], (0,))}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from kvactors.core.steps import GroupBlocks
 from kvactors.core.store import Outcome
 from kvactors.devices import MonotonicClock
 from kvactors.errors import LoadFailedError
@@ -18,12 +21,13 @@ from kvactors.stores.memory import MemoryStore
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.utils", reason="vLLM is not importable", exc_type=ImportError)
 
 from kvactors.vllm.messages import Event, Life, StepPlan
-from kvactors.vllm.worker import WorkerSide
+from kvactors.vllm.worker import IDLE_WAIT_S, WorkerSide
 from tests.engine.rig import hashes
 from tests.vllm.worker_rig import WorkerRig, full_layout, load, request, state_layout, window_layout
 
 IDS = [3, 4, 5]
 BACK = [10, 11, 12]
+MORE = [20]
 
 
 def save_all(rig: WorkerRig, name: str = "a", ids: list[int] = IDS, **more: Any) -> None:
@@ -326,6 +330,115 @@ class TestLoadsBetween:
             plan.loads[0].problem = "group 1: blocks [2] are to be loaded, and vLLM has no memory for them"
             rig.step(plan, layers=[])
             assert rig.side.finished_loads() == ({"b"}, {"b"})
+
+    # -- several in one plan: they share one load of the engine ------------------------------------------------------------
+
+    def two(self) -> StepPlan:
+        """`b` loads all of what `ready` saved, `c` a block of another prompt."""
+        plan = self.plan()
+        return StepPlan(loads=[*plan.loads, load("c", {0: MORE, 1: MORE}, {0: [0], 1: [0]}, "q")], runs=False)
+
+    def two_ready(self, pool: MemoryStore) -> list[bytes]:
+        with WorkerRig(window_layout(), store=pool) as rig:
+            save_all(rig, "q", IDS[:1], prefix="q")
+        return self.ready(pool)
+
+    def test_loads_of_a_plan_share_their_calls(self, pool: MemoryStore) -> None:
+        wrote = self.two_ready(pool)
+        with WorkerRig(window_layout(), store=pool, faults=[Fault(what="latency", latency_s=1e-6)]) as rig:
+            rig.step(self.two(), layers=[])
+            assert rig.side.between.wait(10.0)
+            assert rig.side.finished_loads() == ({"b", "c"}, set())
+            assert rig.contents(BACK) == wrote
+            calls = Counter(i.call for i in rig.faulty.injections)
+            assert (calls["get_open"], calls["get_ranges"]) == (2, 3)
+
+    def test_one_that_fails_leaves_the_other_alone(self, pool: MemoryStore) -> None:
+        wrote = self.two_ready(pool)
+        missing = Fault(what="outcome", call="get_open", key=hashes(1, "q")[0].hex(), outcome=Outcome.NOT_FOUND)
+        with WorkerRig(window_layout(), store=pool, faults=[missing]) as rig:
+            rig.step(self.two(), layers=[])
+            assert rig.side.between.wait(10.0)
+            assert rig.side.finished_loads() == ({"b", "c"}, {"c"})
+            report = rig.side.report()
+            assert report is not None
+            assert report.failed == {Life("c"): 0}
+            assert rig.contents(BACK) == wrote
+
+    @pytest.mark.parametrize("makes_sense", [True, False])
+    def test_one_that_cannot_be_made_leaves_the_other_alone(self, pool: MemoryStore, makes_sense: bool) -> None:
+        wrote = self.two_ready(pool)
+        with WorkerRig(window_layout(), store=pool) as rig:
+            plan = self.two()
+            if makes_sense:
+                plan.loads[1].problem = "vLLM has no memory for it"
+            else:
+                plan.loads[1].groups[0] = GroupBlocks([BACK[0]], (0,))  # where the other one loads
+            rig.step(plan, layers=[])
+            assert rig.side.between.wait(10.0)
+            assert rig.side.finished_loads() == ({"b", "c"}, {"c"})
+            assert rig.contents(BACK) == wrote
+
+    def test_an_abort_concerns_one_of_them(self, pool: MemoryStore) -> None:
+        wrote = self.two_ready(pool)
+        frozen = Fault(what="freeze", call="get_ranges", times=1)
+        with WorkerRig(window_layout(), store=pool, faults=[frozen]) as rig:
+            rig.step(self.two(), layers=[])
+            assert rig.faulty.gates["gate"].arrived.wait(10.0)
+            rig.step(StepPlan(ended=[Life("c")], runs=False), layers=[])
+            assert rig.side.finished_loads() == (set(), set()), "a call may still write its blocks"
+            rig.faulty.release("gate")
+            assert rig.side.between.wait(10.0)
+            assert rig.side.finished_loads() == ({"b", "c"}, {"c"})
+            assert rig.contents(BACK) == wrote
+
+    def test_past_their_deadline_the_blocks_of_each_are_held(self, pool: MemoryStore) -> None:
+        self.two_ready(pool)
+        frozen = Fault(what="freeze", call="get_ranges", key="group:0", times=1)
+        with WorkerRig(window_layout(), store=pool, faults=[frozen], load_deadline_s=2.0) as rig:
+            rig.step(self.two(), layers=[])
+            assert rig.faulty.gates["gate"].arrived.wait(10.0)
+            rig.clock.advance(2.5)
+            assert rig.side.finished_loads() == ({"b", "c"}, {"b", "c"})
+            report = rig.side.report()
+            assert report is not None
+            assert report.failed == {Life("b"): 0, Life("c"): 0}
+            assert report.held == Counter([*BACK, MORE[0]])
+            rig.faulty.release("gate")
+            assert rig.side.between.wait(10.0)
+            assert rig.side.finished_loads() == (set(), set())
+            report = rig.side.report()
+            assert report is not None
+            assert report.returned == Counter([*BACK, MORE[0]])
+            assert rig.side.totals()["load_deadlines"] == 2
+
+    def test_a_step_that_computes_nothing_waits_for_the_end_of_a_load(
+        self, pool: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.ready(pool)
+        monkeypatch.setattr("kvactors.vllm.worker.IDLE_WAIT_S", 10.0)
+        frozen = Fault(what="freeze", call="get_ranges", times=1)
+        with WorkerRig(window_layout(), store=pool, faults=[frozen]) as rig:
+            rig.step(self.plan(), layers=[])
+            assert rig.faulty.gates["gate"].arrived.wait(10.0)
+            rig.step(StepPlan([request("r", {0: IDS, 1: IDS})]))
+            began = time.perf_counter()
+            assert rig.side.finished_loads() == (set(), set()), "a step that computes does not wait"
+            rig.step(StepPlan(runs=False), layers=[])
+            threading.Timer(0.05, rig.faulty.release, ["gate"]).start()
+            assert rig.side.finished_loads() == ({"b"}, set())
+            rig.step(StepPlan(runs=False), layers=[])
+            assert rig.side.finished_loads() == (set(), set()), "nothing is under way"
+            assert time.perf_counter() - began < 5.0
+
+    def test_a_step_that_computes_nothing_waits_no_longer_than_it_may(self, pool: MemoryStore) -> None:
+        self.ready(pool)
+        with WorkerRig(window_layout(), store=pool, faults=[Fault(what="freeze", call="get_ranges", times=1)]) as rig:
+            rig.step(self.plan(), layers=[])
+            began = time.perf_counter()
+            assert rig.side.finished_loads() == (set(), set())
+            assert time.perf_counter() - began >= IDLE_WAIT_S
+            rig.faulty.release("gate")
 
 
 def test_a_store_that_is_down_leaves_the_steps_alone() -> None:
