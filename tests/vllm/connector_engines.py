@@ -51,12 +51,16 @@ class Model:
     def __init__(self, name: str, folder: Path, environment: Mapping[str, str] | None = None, **changes: Any) -> None:
         self.name, self.folder = name, folder
         self.arguments = arguments(name, **changes)
+        self.environment = environment
         self.led = Led(environment)
         self.block = 0
         self.cold: dict[str, Any] = {}
 
     def begin(self, extra: Mapping[str, Any] | None, **changes: Any) -> None:
         """`start`, without waiting for it; `begun` does."""
+        if not self.led.lives():  # an earlier test ended it
+            self.led.close()
+            self.led = Led(self.environment)
         transfer = None if extra is None else connector(**extra)
         self.led.send("start", self.name, str(self.folder), transfer, **{**self.arguments, **changes})
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from tests.vllm.engine import ENVIRONMENT, ROOT
@@ -72,9 +73,13 @@ class Led:
         """All that the process has written so far."""
         return os.pread(self._log.fileno(), 1 << 22, 0).decode(errors="replace")
 
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
     def close(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:

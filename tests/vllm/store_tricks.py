@@ -44,26 +44,32 @@ class StoreTricks:
     def objects(self) -> int:
         return len(_pool())
 
-    def hold_reads(self) -> None:
-        """Lets no read of objects return before `release`."""
+    def hold_reads(self, calls: int, wait_s: float | None = None) -> None:
+        """So many reads of objects do not return before `release`, or before so many seconds have passed."""
         self._open.clear()
+        left, real, opened = [calls], MemoryStore.get_ranges, self._open
+        lock = threading.Lock()
 
         def held(store: MemoryStore, batch: RangeBatch) -> list[Outcome]:
-            self._open.wait()
-            return self._real["get_ranges"](store, batch)  # type: ignore[no-any-return]
+            with lock:
+                left[0] -= 1
+                holds = left[0] >= 0
+            if holds:
+                opened.wait(wait_s)
+            return real(store, batch)
 
         self._replace("get_ranges", held)
 
     def lose_reads(self, times: int) -> None:
         """The next reads find nothing of what a lookup has just seen."""
-        left = [times]
+        left, real = [times], MemoryStore.get_open
 
         def losing(store: MemoryStore, keys: Sequence[str], sizes: Sequence[int]) -> list[Outcome]:
             if left[0]:
                 left[0] -= 1
                 for key in keys:
                     store.remove(key, force=True)
-            return self._real["get_open"](store, keys, sizes)  # type: ignore[no-any-return]
+            return real(store, keys, sizes)
 
         self._replace("get_open", losing)
 
