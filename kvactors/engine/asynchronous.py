@@ -513,6 +513,10 @@ class Engine:
         return self.fences.blocks()
 
     @property
+    def lookup_errors(self) -> int:
+        return self._stats.lookup_errors
+
+    @property
     def pending_saves(self) -> int:
         """Save tasks (all saves of one layer of one step) that are unfinished."""
         return self.gate.pending

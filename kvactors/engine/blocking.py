@@ -174,6 +174,11 @@ class BlockingEngine:
         return self._engine.layout
 
     @property
+    def lookup_errors(self) -> int:
+        """Lookups that ended in an error or too late; a plain read, where `stats` is a snapshot of everything."""
+        return self._engine.lookup_errors
+
+    @property
     def pending_saves(self) -> int:
         return self._engine.pending_saves
 

@@ -224,7 +224,7 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         if self._scheduler is not None:
             return self._collector.collect(None, self._scheduler.totals())
-        if self._worker is None:
+        if self._worker is None or not (self._worker.take_moved() or not self._collector.at_rest):
             return None
         engine = self._worker.engine
         now = engine.stats()

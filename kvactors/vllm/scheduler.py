@@ -376,7 +376,7 @@ class SchedulerSide:
         if self._matches is not None and self._engine is not None:
             self.counters.lookups = self._matches.asked
             self.counters.lookup_deferred = self._matches.deferred
-            self.counters.lookup_errors = self._engine.stats().lookup_errors
+            self.counters.lookup_errors = self._engine.lookup_errors
         return asdict(self.counters)
 
     @property

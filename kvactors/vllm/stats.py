@@ -163,6 +163,11 @@ class Collector:
         self._before: dict[str, Any] = {}
         self._gauges = dict.fromkeys(GAUGES, 0)
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether every gauge was 0 when it was last reported: nothing changes while nothing moves."""
+        return not any(self._gauges.values())
+
     def collect(
         self, now: EngineStats | None, own: Mapping[str, float], queue_depth: int = 0, pending_saves: int = 0
     ) -> ConnectorStats | None:

@@ -34,7 +34,7 @@ LATE_CALL_S = 60.0
 SETTLE_S = 0.25
 """How long the end of a step waits for its commits, so that the next request finds what this one saved."""
 
-IDLE_WAIT_S = 0.001
+IDLE_WAIT_S = 0.003
 """How long a step that computes nothing waits for one of the loads under way to end. While all requests wait for loads, vLLM
 steps as fast as it can; in one process that keeps Python's lock from the threads that load."""
 
@@ -129,6 +129,7 @@ class WorkerSide:
         self._invalid: set[int] = set()
         self._report = WorkerReport()
         self._told_silent = False
+        self._moved = False
         self._events = events
         self._unsettled: list[OpenStep] = []
         self._idle = False
@@ -146,6 +147,7 @@ class WorkerSide:
         self.hooks.new_step()
         if not plan.requests:
             return
+        self._moved = True
         requests: dict[str, RequestPlan] = {}
         asked: list[StepRequest] = []
         for request in plan.requests:
@@ -365,6 +367,7 @@ class WorkerSide:
             self.between.wait_any(IDLE_WAIT_S)
         over, failed, invalid = self.between.poll(self._report)
         self._invalid |= invalid
+        self._moved = self._moved or bool(over)
         return over, failed
 
     def invalid_blocks(self) -> set[int]:
@@ -379,6 +382,11 @@ class WorkerSide:
             self._unsettled.remove(past)
             found += [StoredBlock(past.requests[o.request_id], o.group_id, o.block_index) for o in past.step.saved]
         return found
+
+    def take_moved(self) -> bool:
+        """Whether anything was saved, loaded or begun since the last call: else there is nothing to count."""
+        moved, self._moved = self._moved, False
+        return moved
 
     def totals(self) -> dict[str, float]:
         """The counters since the start."""
