@@ -265,6 +265,9 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self.scheduler_side.pins.pool = gpu_block_pool
 
+    def on_new_request(self, request: Request) -> None:
+        self.scheduler_side.arrived(request)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.scheduler_side.matched(request, num_computed_tokens)
 

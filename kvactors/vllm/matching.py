@@ -57,14 +57,19 @@ class Matches:
         """The next scheduling step begins: the budget is whole again."""
         self._left_s = self._budget_s
 
-    def tokens(self, request_id: str, hashes: Sequence[bytes], limit_tokens: int) -> int | None:
-        """Tokens that can be loaded, at most `limit_tokens` - 1 and on a boundary; None: ask again in the next step."""
+    def ask(self, request_id: str, hashes: Sequence[bytes], limit_tokens: int) -> Question:
+        """Asks and returns at once, unless there is a question, or an answer that may still be used."""
         question = self._open.get(request_id)
-        now = self._clock.now()
-        if question is None or question.limit_tokens != limit_tokens or question.stale(now):
+        if question is None or question.limit_tokens != limit_tokens or question.stale(self._clock.now()):
             pending = self._engine.start_lookup(list(hashes), limit_tokens, LOOKUP_DEADLINE_S)
             question = self._open[request_id] = Question(pending, limit_tokens)
             self.asked += 1
+        return question
+
+    def tokens(self, request_id: str, hashes: Sequence[bytes], limit_tokens: int) -> int | None:
+        """Tokens that can be loaded, at most `limit_tokens` - 1 and on a boundary; None: ask again in the next step."""
+        question = self.ask(request_id, hashes, limit_tokens)
+        now = self._clock.now()
         if not question.pending.done and self._left_s > 0:
             question.pending.wait(self._left_s)
             self._left_s -= self._clock.now() - now

@@ -160,6 +160,13 @@ class SchedulerSide:
 
     # -- what the store has --------------------------------------------------------------------------------------------
 
+    def arrived(self, request: Any) -> None:
+        """A request came in: what the store has of it is asked for now, so that the answer is there when vLLM asks."""
+        if self._matches is not None and not getattr(request, "skip_reading_prefix_cache", False):
+            limit = self._limit(request)
+            if limit > max(self._hash_tokens, self._settings.load_min_tokens):
+                self._matches.ask(request.request_id, request.block_hashes, limit)
+
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond vLLM's own that can be loaded, and whether that happens between steps; (None, False): ask later."""
         if self._matches is None or getattr(request, "skip_reading_prefix_cache", False):
