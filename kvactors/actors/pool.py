@@ -142,15 +142,20 @@ class TransferPool:
                     job.priority = Priority.DEMANDED
 
     def cancel(self, step: int, group_id: int | None = None) -> None:
-        """Transfers of a step (of one group, or all) that did not start are answered `CANCELLED`."""
+        """Of a step (of one group, or all): transfers that did not start are answered `CANCELLED`; put opens, and questions
+        which of them are needed, `NOT_STARTED`. Commits and revokes stay."""
 
         def unwanted(job: Job) -> bool:
-            return job.step == step and isinstance(job, Transfer) and group_id in (None, job.group_id)
+            started_for_nothing = isinstance(job, Transfer) or job.priority is Priority.PUT_OPEN
+            return job.step == step and started_for_nothing and group_id in (None, job.group_id)
+
+        def answer(job: Job) -> Outcome:
+            return Outcome.CANCELLED if isinstance(job, Transfer) else Outcome.NOT_STARTED
 
         with self._lock:
             jobs = self._unqueue(unwanted)
             jobs += [self._gated.pop(key) for key, job in list(self._gated.items()) if unwanted(job)]
-            replies = [self._post(job, Outcome.CANCELLED) for job in jobs]
+            replies = [self._post(job, answer(job)) for job in jobs]
         _settle(replies)
 
     def jobs_of(self, group_id: int) -> list[Job]:

@@ -203,9 +203,19 @@ class BlockingStep(StepView):
         while (blocked := self._engine.gate.blocked()) is not None:
             self._engine.driver.in_time(blocked.wait(self._engine.patience_s), "checkpoint: the pending saves")
 
-    def end(self, event: DeviceEvent | None = None) -> None:
-        self._engine.driver.finish(self._state, event)
-        self._engine.driver.in_time(self._state.ended.wait(self._engine.patience_s), f"end of step {self.id}")
+    def end(self, event: DeviceEvent | None = None, patience_s: float | None = None) -> bool:
+        """See `Step.end`. Past `patience_s` the step is aborted: what has not started never will, what is under way is awaited.
+
+        Returns:
+            whether the step ended by itself.
+        """
+        engine, state = self._engine, self._state
+        engine.driver.finish(state, event)
+        if patience_s is not None and not state.ended.wait(patience_s):
+            self.abort(f"its saves took longer than {patience_s:g} s")
+            return False
+        engine.driver.in_time(state.ended.wait(engine.patience_s), f"end of step {self.id}")
+        return True
 
     def abort(self, reason: str = "aborted by the caller") -> None:
         self._engine.driver.abandon(self._state, reason)

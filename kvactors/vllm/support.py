@@ -17,9 +17,15 @@ log = get_logger("kvactors.vllm")
 VERSIONS = "0.32 and 0.33"
 
 VALIDATED_BACKENDS = frozenset(
-    {"CPU_ATTN", "CPU_MLA", "GDN_ATTN", "MAMBA2_ATTN", "MAMBA1_ATTN", "SHORT_CONV_ATTN", "LINEAR_ATTN"}
+    {"AMX_MLA", "CPU_ATTN", "GDN_ATTN", "MAMBA2_ATTN", "MAMBA1_ATTN", "SHORT_CONV_ATTN", "LINEAR_ATTN"}
 )
 """Attention backends whose caches have been moved and compared bit for bit (tests/vllm), and those of recurrent layers."""
+
+REFUSED_BACKENDS: Mapping[str, str] = {
+    "CPU_MLA": "vLLM's reference MLA for CPUs does not read what is cached of a prompt, so a loaded prefix would be ignored; "
+    "it takes a CPU with AMX (AMX_MLA)",
+}
+"""Attention backends with which what is loaded is not used, and why."""
 
 REFUSED_SPECS: Mapping[str, str] = {
     "CrossAttentionSpec": "cross attention (its cache belongs to an encoder's input, which no token hash names)",
@@ -129,7 +135,8 @@ def _of_settings(vllm_config: Any, config: Any, settings: ConnectorSettings) -> 
 
 
 def require_validated(vllm_config: Any, backends: Mapping[str, str], settings: ConnectorSettings) -> None:
-    """Warns of what nobody has compared bit for bit; refuses it unless `allow_unvalidated` says that the user knows.
+    """Warns of what nobody has compared bit for bit; refuses it unless `allow_unvalidated` says that the user knows. What is
+    known to be wrong is refused always.
 
     Args:
         backends: layer name -> name of its attention backend.
@@ -137,8 +144,12 @@ def require_validated(vllm_config: Any, backends: Mapping[str, str], settings: C
     Raises:
         ConfigError: something is not validated and was not opted into.
     """
+    used = set(backends.values())
+    if refused := sorted(used & set(REFUSED_BACKENDS)):
+        why = "; ".join(f"attention backend {name}: {REFUSED_BACKENDS[name]}" for name in refused)
+        raise ConfigError(f"KVActorsConnector cannot serve this configuration: {why}")
     device = device_type(vllm_config)
-    doubts = [f"attention backend {name}" for name in sorted(set(backends.values()) - VALIDATED_BACKENDS)]
+    doubts = [f"attention backend {name}" for name in sorted(used - VALIDATED_BACKENDS)]
     if device != "cpu":
         doubts.append(f"device {device}")
         if not getattr(vllm_config.model_config, "enforce_eager", True):

@@ -28,6 +28,9 @@ from kvactors.vllm.settings import ConnectorSettings
 
 log = get_logger("kvactors.vllm.worker", burst=10)
 
+SAVE_PATIENCE_S = 5.0
+"""How long the end of a step waits for saves that no worker has begun: where reads hang, they hold the workers."""
+
 LATE_CALL_S = 60.0
 """How long the end of a step waits for a load that was given up: its request computes into the same blocks next."""
 
@@ -288,7 +291,10 @@ class WorkerSide:
         if self.hooks.silent:
             for layer in self.hooks.expected:
                 now.step.layer_ready(layer, None, Phase.EXIT)
-        now.step.end()
+        if not now.step.end(patience_s=SAVE_PATIENCE_S):
+            self.counters.aborted_steps += 1
+            self._report.unsaved |= {r.life for r in now.requests.values() if r.saves}
+            log.warning("saves took too long; the rest of the step is not saved", step=now.step.id)
         if now.step.passed_through:
             self._report.unsaved |= {r.life for r in now.requests.values() if r.saves}
         if not now.step.settled_within(SETTLE_S):

@@ -221,3 +221,8 @@ def test_what_is_not_validated_needs_to_be_allowed(
     require_validated(config, backends, ConnectorSettings.of({"allow_unvalidated": True}))
     (told,) = caplog.messages
     assert all(doubt in told for doubt in ["not validated", *doubts])
+
+
+def test_a_backend_that_does_not_use_what_is_loaded_is_refused_whatever_is_allowed() -> None:
+    with pytest.raises(ConfigError, match="does not read what is cached"):
+        require_validated(vllm_config(), {"model.layers.0": "CPU_MLA"}, ConnectorSettings.of({"allow_unvalidated": True}))

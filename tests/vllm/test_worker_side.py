@@ -20,6 +20,7 @@ from kvactors.stores.memory import MemoryStore
 # It imports all that is needed of vLLM, and keeps quiet about the warnings.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.utils", reason="vLLM is not importable", exc_type=ImportError)
 
+from kvactors.vllm import worker
 from kvactors.vllm.messages import Event, Life, StepPlan
 from kvactors.vllm.worker import IDLE_WAIT_S, WorkerSide
 from tests.engine.rig import hashes
@@ -123,6 +124,29 @@ class TestSaves:
             told = rig.side.stored()
             assert [(b.request.life, b.group_id, b.block_index) for b in told] == [(Life("a"), 0, i) for i in range(3)]
             assert rig.side.stored() == []
+
+    def test_saves_that_no_worker_can_begin_do_not_hold_the_step_up(
+        self, pool: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Reads that hang hold every worker; the step's saves are given up, and tried again later."""
+        monkeypatch.setattr(worker, "SAVE_PATIENCE_S", 0.05)
+        faults = [Fault(what="freeze", call="get_open", gate=f"gate {i}", nth=i) for i in (1, 2, 3)]
+        with WorkerRig(window_layout(), store=pool, faults=faults) as rig:
+            for i in range(3):
+                ids = [4 + i]
+                rig.side.start_loads(StepPlan(loads=[load(f"l{i}", {0: ids, 1: ids}, {0: [0]}, prefix=f"p{i}")]))
+            try:
+                assert all(rig.faulty.gates[f"gate {i}"].arrived.wait(10.0) for i in (1, 2, 3))
+                save_all(rig, "a", [20, 21], prefix="q")
+                report = rig.side.report()
+                assert report is not None
+                assert (saved(rig), report.unsaved) == (0, {Life("a")})
+            finally:
+                for i in (1, 2, 3):
+                    rig.faulty.release(f"gate {i}")
+            assert rig.side.between.wait(10.0)
+            save_all(rig, "a", [20, 21], prefix="q")
+            assert saved(rig) == 4
 
 
 class TestLoadsInside:
