@@ -12,7 +12,8 @@ from kvactors.vllm.agreement import tp_gather
 from kvactors.vllm.ascend_hooks import AscendLayers
 from kvactors.vllm.ascend_windows import ascend_layers
 from kvactors.vllm.layouts import ModelFacts, group_kind, model_name, worker_memory
-from kvactors.vllm.scheduler import SchedulerSide, may_load_layerwise
+from kvactors.vllm.loads import may_load_layerwise
+from kvactors.vllm.scheduler import SchedulerSide
 from kvactors.vllm.settings import ConnectorSettings
 from kvactors.vllm.stores import lookup_store, worker_store
 from kvactors.vllm.support import VERSIONS, device_type, require_supported, require_validated

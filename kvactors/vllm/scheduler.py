@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvactors.core.clock import Clock
-from kvactors.core.layout import GroupKind, KVLayout
+from kvactors.core.layout import KVLayout
 from kvactors.core.lookup import KeySpace
 from kvactors.core.reachability import Reachability
 from kvactors.core.steps import NULL_BLOCK, GroupBlocks
@@ -19,6 +19,7 @@ from kvactors.core.store import Store
 from kvactors.engine import BlockingEngine
 from kvactors.errors import ConfigError
 from kvactors.log import get_logger
+from kvactors.vllm.loads import load_blocks
 from kvactors.vllm.matching import Matches
 from kvactors.vllm.messages import Event, Handshake, Life, LoadPlan, RequestPlan, StepPlan, WorkerReport, one_layout_per_stage
 from kvactors.vllm.pins import Pins
@@ -225,7 +226,7 @@ class SchedulerSide:
             first = local // self._hash_tokens
             self._loading.setdefault(first, set()).add(bytes(request.block_hashes[first]))
             return
-        groups, problem = _load_blocks(tables, wanted)
+        groups, problem = load_blocks(tables, wanted)
         self._pending.append(LoadPlan(tracked.life, self._hashes(request, boundary), groups, problem))
 
     def _track(self, request: Any) -> Tracked:
@@ -322,7 +323,7 @@ class SchedulerSide:
                     load=tuple(loads.get(group_id, ())),
                     save=tuple(i for i in saves.get(group_id, ()) if i < len(table) and table[i] != NULL_BLOCK),
                 )
-            problem = _load_blocks({g: b.block_ids for g, b in groups.items()}, loads)[1]
+            problem = load_blocks({g: b.block_ids for g, b in groups.items()}, loads)[1]
         tokens = max((max((*b.load, *b.save), default=-1) + 1) * self._block_tokens[g] for g, b in groups.items())
         event = None
         if self._events and any(b.save for b in groups.values()):
@@ -397,59 +398,7 @@ class SchedulerSide:
         return self.pins.busy
 
 
-def _load_blocks(
-    tables: Mapping[int, Sequence[int]], wanted: Mapping[int, Sequence[int]]
-) -> tuple[dict[int, GroupBlocks], str]:
-    """The blocks to load, and what is wrong with them: a hit needs every one, so a block without memory fails it all."""
-    problems = []
-    for group_id, indices in wanted.items():
-        table = tables.get(group_id, ())
-        without = [i for i in indices if i >= len(table) or table[i] == NULL_BLOCK]
-        if without:
-            problems.append(f"group {group_id}: blocks {without} are to be loaded, and vLLM has no memory for them")
-    if problems:
-        return {}, "; ".join(problems)
-    return {g: GroupBlocks(tables[g], load=tuple(indices)) for g, indices in wanted.items()}, ""
-
-
 def _lookup_engine(store: Store, stages: Sequence[KVLayout], hash_tokens: int) -> BlockingEngine:
     """An engine that only ever looks up: its memory has no addresses."""
     bases = {(g.id, layer, e.name): 0 for g in stages[0].groups for layer, entries in g.layers.items() for e in entries}
     return BlockingEngine(stages[0], store, bases, hash_tokens=hash_tokens, stages=stages)
-
-
-def may_load_layerwise(
-    kinds: Sequence[GroupKind],
-    settings: ConnectorSettings,
-    *,
-    groups: int,
-    stages: int = 1,
-    ahead: bool = False,
-    drafts: bool = False,
-) -> bool:
-    """Whether loads run inside the forward pass.
-
-    Args:
-        kinds: of the groups that are stored.
-        groups: how many cache groups vLLM has.
-        stages: pipeline stages; a failure on one of them would be computed with on the next.
-        ahead: vLLM plans a step before it knows what came of the one before (async scheduling): requests would run on with what
-            was not loaded.
-        drafts: speculative decoding: vLLM asks what failed before the step is over.
-
-    A synchronous load of recurrent state is silently wrong (vLLM copies the state before it is there). Several groups only by
-    explicit wish: vLLM has no way to be told that such a load failed.
-    """
-    against = {
-        "recurrent state": GroupKind.STATE in kinds,
-        "pipeline stages": stages > 1,
-        "async scheduling (start with --no-async-scheduling)": ahead,
-        "speculative decoding": drafts,
-        "load_async": bool(settings.load_async),
-    }
-    because = [what for what, holds in against.items() if holds]
-    if because and settings.use_layerwise:
-        log.warning("use_layerwise has no effect: loads run between steps", because=because)
-    if because:
-        return False
-    return groups == 1 if settings.use_layerwise is None else settings.use_layerwise

@@ -19,8 +19,9 @@ from kvactors.core.layout import GroupKind, KVLayout
 from kvactors.core.steps import NULL_BLOCK
 from kvactors.devices import ManualClock
 from kvactors.errors import ConfigError, LayoutError
+from kvactors.vllm.loads import may_load_layerwise
 from kvactors.vllm.messages import Handshake, Life, StepPlan
-from kvactors.vllm.scheduler import SchedulerSide, may_load_layerwise
+from kvactors.vllm.scheduler import SchedulerSide
 from kvactors.vllm.settings import BOTH, CONSUMER, PRODUCER, ConnectorSettings
 from tests.connector.rig import PATIENT_S, Serving, block_id, fine_hashes, full, group, loads, recurrent, saves, windowed
 
