@@ -5,6 +5,7 @@ They are pickled by vLLM where worker and scheduler are different processes.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -140,12 +141,14 @@ class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc, unused-igno
     Attributes:
         layout: of its stage.
         hash_tokens: tokens per fine hash.
+        process: the worker's.
         all_report: whether vLLM says of every cache, before it is read, that it will be; else no load may run inside a step.
     """
 
     layout: KVLayout
     hash_tokens: int
     all_report: bool = True
+    process: int = field(default_factory=os.getpid)
 
 
 def one_layout_per_stage(handshakes: Mapping[tuple[int, int], Handshake]) -> list[KVLayout]:

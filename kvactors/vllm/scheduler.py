@@ -6,6 +6,7 @@ was saved, and how far it may still be loaded after a load failed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -136,6 +137,12 @@ class SchedulerSide:
         units = {shake.hash_tokens for shake in handshakes.values()}
         if units != {self._hash_tokens}:
             raise ConfigError(f"workers hash every {sorted(units)} tokens, the scheduler every {self._hash_tokens}")
+        if self._settings.backend == "memory" and {shake.process for shake in handshakes.values()} != {os.getpid()}:
+            raise ConfigError(
+                "backend 'memory': vLLM's worker is another process than its scheduler (always so for a server on a CPU), so "
+                "nothing would ever be found; use backend 'mooncake', or keep both in one process "
+                "(--distributed-executor-backend uni; with LLM on a CPU VLLM_ENABLE_V1_MULTIPROCESSING=0)"
+            )
         groups = stages[0].groups
         self._block_tokens = {g.id: g.block_tokens for g in groups}
         self._storing_ranks = {g.id: KeySpace(stages).keys_per_block(g.id) for g in groups}

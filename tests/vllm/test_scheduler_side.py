@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -776,6 +777,12 @@ def test_before_the_workers_have_published_anything_nothing_is_found_or_saved() 
     assert side.plan(output) == StepPlan(runs=True)
     assert side.totals()["lookups"] == 0
     side.close()
+
+
+def test_a_store_in_memory_needs_the_worker_in_the_schedulers_process() -> None:
+    """Else every lookup would be a miss, without a word."""
+    with pytest.raises(ConfigError, match="another process"):
+        unconnected().connect({(0, 0): Handshake(full(16), 16, process=os.getpid() + 1)})
 
 
 def test_workers_that_hash_other_units_are_refused_with_both_numbers() -> None:
