@@ -45,6 +45,13 @@ def no_mooncake() -> str:
     return "" if find_master() is not None else f"there is no mooncake_master here; {INSTALL}"
 
 
+def has_amx() -> bool:
+    """Whether this CPU has the tiles that vLLM's kernel for latent vectors needs to use what is cached of a prompt."""
+    import torch
+
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
 class Model:
     """One model in a process of its own: what it answers without a connector, and engines with one."""
 
