@@ -73,6 +73,10 @@ class Led:
         """All that the process has written so far."""
         return os.pread(self._log.fileno(), 1 << 22, 0).decode(errors="replace")
 
+    def told(self) -> str:
+        """What kvactors logged of late, in any of its processes."""
+        return "\n".join([line for line in self.log().splitlines() if "event=" in line][-40:])
+
     def lives(self) -> bool:
         return self._process.poll() is None
 

@@ -109,7 +109,7 @@ def test_a_reload_after_a_reset_is_exact_and_as_long_as_it_can_be(pair: tuple[Mo
         expected = stored.expected(requests)
         outcomes = led.one_by_one(requests)
         check(model.cold, outcomes, requests)
-        assert loaded(outcomes) == expected
+        assert loaded(outcomes) == expected, led.told()
         counts = led.counts()
         assert counts["hits"] == sum(expected.values()), "vLLM's count of tokens that the connector offered"
         assert summed(counts["connector"], "hit_tokens") == sum(expected.values()), "the connector's own, of what arrived"

@@ -37,7 +37,7 @@ def test_two_ranks(name: str, ranks: str, mooncake: Pool, tmp_path: Path) -> Non
             expected = stored.expected(requests)
             outcomes = led.one_by_one(requests)
             check(model.cold, outcomes, requests)
-            assert loaded(outcomes) == expected
+            assert loaded(outcomes) == expected, led.told()
         led.reset()
         check(model.cold, led.generate(requests), requests)
     finally:
