@@ -296,14 +296,11 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
         return False, None  # its saves were over when its last step ended
 
     def reset_cache(self) -> bool | None:
-        """A pool that others share is not emptied from here: False, so that nobody takes old entries for gone."""
+        """After a change of weights, or before sleep: nothing that was saved until now is found any more."""
         if self._scheduler is None:
             return None
-        log.error(
-            "the store was not reset; after a change of weights start with another `namespace` in kv_connector_extra_config, "
-            "or empty the pool (`kvactors store flush`)"
-        )
-        return False
+        self._scheduler.reset()
+        return True
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.busy

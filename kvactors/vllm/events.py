@@ -151,7 +151,7 @@ class EventTeller:
         report.add_events(
             [
                 block_stored(
-                    hashes=request.hashes,
+                    hashes=request.event.hashes,
                     index=index,
                     token_ids=request.event.token_ids,
                     block_tokens=self._layout.group(group_id).block_tokens,

@@ -35,9 +35,10 @@ class Life:
 
 @dataclass(slots=True)
 class Event:
-    """What a KV cache event says of a request's blocks besides their hashes."""
+    """What a KV cache event says of a request's blocks. `hashes`: vLLM's own, fine, from token 0."""
 
     token_ids: Sequence[int]
+    hashes: Sequence[bytes]
     lora_name: str | None = None
 
 

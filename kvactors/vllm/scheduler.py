@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from typing import Any
 
 from kvactors.core.clock import Clock
@@ -117,6 +118,8 @@ class SchedulerSide:
         self._storing_ranks: dict[int, int] = {}
         self._pending: list[LoadPlan] = []
         self._ended: list[Life] = []
+        self._epoch = b""
+        """goes into every name of a block, once the cache was reset"""
         self._reused: set[str] = set()
         """ids that were in use again before vLLM said that their first use had ended"""
         self._loading: dict[int, set[bytes]] = {}
@@ -173,7 +176,7 @@ class SchedulerSide:
         if self._matches is not None and not getattr(request, "skip_reading_prefix_cache", False):
             limit = self._limit(request)
             if limit > max(self._hash_tokens, self._settings.load_min_tokens):
-                self._matches.ask(request.request_id, request.block_hashes, limit)
+                self._matches.ask(request.request_id, self._names(request.block_hashes), limit)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond vLLM's own that can be loaded, and whether that happens between steps; (None, False): ask later."""
@@ -184,7 +187,7 @@ class SchedulerSide:
         limit = self._limit(request)
         if limit - 1 <= local_tokens or limit - 1 - local_tokens < self._settings.load_min_tokens:
             return 0, False
-        found = self._matches.tokens(request.request_id, request.block_hashes, limit)
+        found = self._matches.tokens(request.request_id, self._names(request.block_hashes), limit)
         if found is None:
             return None, False
         more = found - local_tokens
@@ -260,7 +263,21 @@ class SchedulerSide:
         return wanted
 
     def _hashes(self, request: Any, tokens: int) -> list[bytes]:
-        return [bytes(h) for h in request.block_hashes[: tokens // self._hash_tokens]]
+        return list(self._names(request.block_hashes[: tokens // self._hash_tokens]))
+
+    def _names(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """The hashes by which the store knows these blocks: vLLM's own, until the first reset."""
+        if not self._epoch:
+            return [bytes(h) for h in hashes]
+        return [sha256(self._epoch + h).digest() for h in hashes]
+
+    def reset(self) -> None:
+        """Nothing that was saved until now is ever found again by this instance; what others find is not touched.
+
+        A pool may be shared, so nothing in it is removed; blocks get other names from now on, which nobody else uses.
+        """
+        self._epoch = os.urandom(16)
+        log.info("reset: blocks have other names from now on")
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -335,7 +352,8 @@ class SchedulerSide:
         event = None
         if self._events and any(b.save for b in groups.values()):
             lora = getattr(request, "lora_request", None)
-            event = Event(list(request.all_token_ids[:tokens]), None if lora is None else lora.lora_name)
+            own = [bytes(h) for h in request.block_hashes[: tokens // self._hash_tokens]]
+            event = Event(list(request.all_token_ids[:tokens]), own, None if lora is None else lora.lora_name)
         return RequestPlan(tracked.life, self._hashes(request, tokens), groups, event, problem)
 
     def _finish(self, request_id: str) -> None:

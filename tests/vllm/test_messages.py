@@ -27,7 +27,10 @@ def test_the_engine_knows_a_life_by_its_request_and_by_how_often_that_failed() -
 def test_messages_survive_pickling() -> None:
     blocks = {0: GroupBlocks([5, -1], load=(0,), save=(1,))}
     plan = StepPlan(
-        [RequestPlan(A, fine_hashes(2), blocks, Event([1, 2], "lora"))], [LoadPlan(B, [b"x"], blocks, "why")], [A], runs=False
+        [RequestPlan(A, fine_hashes(2), blocks, Event([1, 2], [b"h"], "lora"))],
+        [LoadPlan(B, [b"x"], blocks, "why")],
+        [A],
+        runs=False,
     )
     report = WorkerReport({A: 16}, {B}, {A}, Counter([3]), Counter([5]))
     assert pickle.loads(pickle.dumps(plan)) == plan

@@ -644,6 +644,29 @@ def test_a_step_that_loads_nothing_names_only_those_who_save(layerwise: bool) ->
         assert [r.life.name for r in vllm.step({"a": 100, "b": 10}).requests] == ["a"]
 
 
+# -- a reset -----------------------------------------------------------------------------------------------------------
+
+
+def test_after_a_reset_nothing_of_before_is_found_and_blocks_have_other_names() -> None:
+    with Serving(full(), events=True) as vllm:
+        vllm.put(64)
+        a = vllm.request("a", 100)
+        assert vllm.ask(a) == (64, True)
+        vllm.side.reset()
+        b = vllm.request("b", 100)
+        assert vllm.ask(b)[0] == 0
+        vllm.allocate(b, 0)
+        (request,) = vllm.step({"b": 100}).requests
+        assert request.event is not None
+        assert list(request.event.hashes) == fine_hashes(6), "routers know vLLM's own"
+        assert not set(request.hashes) & set(fine_hashes(6))
+        assert len(set(request.hashes)) == 6
+        names = list(request.hashes)
+        vllm.side.reset()
+        vllm.allocate(vllm.request("c", 100), 0)
+        assert not set(vllm.step({"c": 100}).requests[0].hashes) & set(names), "each reset has names of its own"
+
+
 # -- what is counted ---------------------------------------------------------------------------------------------------
 
 

@@ -120,7 +120,7 @@ class TestSaves:
     def test_stored_blocks_are_told_once_they_are_committed(self) -> None:
         with WorkerRig(full_layout(), events=True) as rig:
             rig.write(IDS)
-            save_all(rig, event=Event(list(range(48))))
+            save_all(rig, event=Event(list(range(48)), hashes(3)))
             told = rig.side.stored()
             assert [(b.request.life, b.group_id, b.block_index) for b in told] == [(Life("a"), 0, i) for i in range(3)]
             assert rig.side.stored() == []
