@@ -80,6 +80,10 @@ class Matches:
             question.answered_at = self._clock.now()
         return question.pending.hit.tokens
 
+    def forget_all(self) -> None:
+        """What was answered holds no more."""
+        self._open.clear()
+
     def forget(self, request_id: str) -> bool:
         """The request was scheduled, or is gone: the next question is a new one. Whether one was open."""
         return self._open.pop(request_id, None) is not None

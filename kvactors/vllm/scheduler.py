@@ -277,6 +277,8 @@ class SchedulerSide:
         A pool may be shared, so nothing in it is removed; blocks get other names from now on, which nobody else uses.
         """
         self._epoch = os.urandom(16)
+        if self._matches is not None:
+            self._matches.forget_all()
         log.info("reset: blocks have other names from now on")
 
     # -- a step --------------------------------------------------------------------------------------------------------

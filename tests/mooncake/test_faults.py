@@ -201,6 +201,7 @@ async def test_a_frozen_owner_costs_about_one_timeout_and_no_more() -> None:
         async with MooncakeRig(client, hybrid_layout(), config=DEADLINES) as rig:
             await rig.save("w", FINE)
             owner.freeze()
+            began = time.monotonic()
             for i in range(20):
                 prompt = FINE + hashes(1, f"question {i}")
                 hit = await rig.engine.lookup(prompt, 80)
@@ -208,8 +209,8 @@ async def test_a_frozen_owner_costs_about_one_timeout_and_no_more() -> None:
                 step, _ = await rig.play(loading)
                 assert step.failures, "nothing arrives from a frozen owner"
                 assert hit.tokens == (64 if i == 0 else 0), "it is known not to be readable"
-            lost = rig.engine.stats().lost_workers
-            assert lost <= 2 * len(rig.layout.groups), "one read of each group timed out, and one that was on its way by then"
+            assert time.monotonic() - began < 2 * DEADLINES["call_deadline_s"] + 0.5
+            assert client.stats()["whole_objects"] == 0, "Mooncake spins while it waits for a whole object of another process"
             owner.thaw()
             await rig.calls_returned()
             await ends_well(rig, sentinels)

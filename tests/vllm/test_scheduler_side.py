@@ -653,6 +653,7 @@ def test_after_a_reset_nothing_of_before_is_found_and_blocks_have_other_names() 
         a = vllm.request("a", 100)
         assert vllm.ask(a) == (64, True)
         vllm.side.reset()
+        assert vllm.ask(a) == (0, False), "also for one that was answered before"
         b = vllm.request("b", 100)
         assert vllm.ask(b)[0] == 0
         vllm.allocate(b, 0)

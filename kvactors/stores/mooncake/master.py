@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import os
 import shutil
 import signal
 import socket
@@ -20,6 +19,7 @@ from kvactors.core.config import seconds
 from kvactors.errors import ConfigError, StoreError, StoreUnreachableError
 from kvactors.stores.mooncake.client import INSTALL
 from kvactors.stores.mooncake.config import MooncakeConfig
+from kvactors.stores.mooncake.listening import listens
 
 HOST = "127.0.0.1"
 TRIES = 5
@@ -146,7 +146,7 @@ class LocalMaster:
             preexec_fn=_die_with_parent if threading.current_thread() is threading.main_thread() else None,
         )
         deadline = time.monotonic() + START_S
-        while not _listens(self.process.pid, self.port):
+        while not listens(self.process.pid, self.port):
             if self._ended_within(_LOOK_S) or time.monotonic() > deadline:
                 self.kill()
                 raise StoreUnreachableError(f"mooncake_master did not start on {self.address}: {self._last_lines()}")
@@ -182,19 +182,6 @@ class LocalMaster:
         self._log.seek(0)
         lines = self._log.read().decode("utf-8", "replace").splitlines()
         return " / ".join(lines[-3:]) or "it wrote nothing"
-
-
-def _listens(pid: int, port: int) -> bool:
-    """Whether it is this process that listens on the port: another one may have taken it, and answers just as well."""
-    sockets = set()
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        _, local, _, state, *more = line.split()
-        if state == "0A" and int(local.rpartition(":")[2], 16) == port:
-            sockets.add(f"socket:[{more[5]}]")
-    try:
-        return any(os.readlink(fd) in sockets for fd in Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:  # it has ended, or closed a file meanwhile
-        return False
 
 
 def _die_with_parent() -> None:

@@ -21,7 +21,7 @@ from kvactors.stores.regions import Regions
 PUT_RANGES, GET_RANGES = "batch_put_from_multi_buffer_ranges", "batch_get_into_multi_buffer_ranges"
 
 GET_WHOLE = "batch_get_into_multi_buffers"
-"""Reads whole objects: from a segment on this machine at the speed of memory, where ranges always go through a socket."""
+"""Reads whole objects: from a segment of this process at the speed of memory, where ranges always go through a socket."""
 
 Answers = list[Outcome]
 

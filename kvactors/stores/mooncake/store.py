@@ -8,6 +8,7 @@ engine's, for every store alike: coverage, the age of puts, one writer per key, 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from kvactors.stores.mooncake.client import NOWHERE, PROBE_KEY, Client
 from kvactors.stores.mooncake.codes import UNREACHABLE, outcome_of
 from kvactors.stores.mooncake.config import MooncakeConfig
 from kvactors.stores.mooncake.host_memory import host_memory
+from kvactors.stores.mooncake.listening import listens
 from kvactors.stores.mooncake.sender import GET_WHOLE, Sender
 from kvactors.stores.mooncake.sessions import Reading, Sessions
 from kvactors.stores.mooncake.suspects import Segments, Suspects
@@ -83,6 +85,8 @@ class MooncakeStore:
         self.reads_whole_objects = config.read_whole_objects and self._client.has(GET_WHOLE)
         self._count: Counter[str] = Counter()
         self._told: set[str] = set()
+        self._ours: dict[str, bool] = {}
+        """segment -> whether it is this process's"""
 
     def __repr__(self) -> str:
         state = "closed" if self._client.closed else f"{self._sessions.gets_open} gets open"
@@ -400,12 +404,26 @@ class MooncakeStore:
         sessions.end_readings(keys, {row: r for row, r in held.items() if answers[row] in _SESSION_OVER})
 
     def _reads_whole(self, batch: RangeBatch, held: Mapping[int, Reading]) -> bool:
-        """Whether every row is a whole object, in order, and no object is read twice."""
+        """Whether every row is a whole object, in order, in memory that this process gave to the pool, and none is read twice.
+
+        From another process the call for objects is no faster, and while it waits it spins: a peer that froze would cost a core
+        for each read.
+        """
         if not self.reads_whole_objects or len({batch.keys[row] for row in held}) < len(held) or not len(batch.sizes):
             return False
         ends = np.cumsum(batch.sizes)
         in_order = batch.offsets[0] == 0 and bool((batch.offsets[1:] == ends[:-1]).all())
-        return in_order and all(reading.placed.nbytes == ends[-1] for reading in held.values())
+        whole = in_order and all(reading.placed.nbytes == ends[-1] for reading in held.values())
+        return whole and all(self._is_ours(segment) for reading in held.values() for segment in reading.placed.segments)
+
+    def _is_ours(self, segment: str) -> bool:
+        """Whether a segment ("host:port") belongs to this process: the one that listens there moves its bytes."""
+        known = self._ours.get(segment)
+        if known is None:
+            host, _, port = segment.rpartition(":")
+            here = host == self.config.local_hostname and port.isdigit()
+            known = self._ours[segment] = here and listens(os.getpid(), int(port))
+        return known
 
     def _judge(self, keys: Sequence[str], answers: list[Outcome], held: Mapping[int, Reading]) -> None:
         """The lease once more, after the read, and the master's life: the bytes may be another object's."""
