@@ -48,8 +48,8 @@ class MooncakeConfig:
         suspect_after_s: a read that takes longer makes the segment it reads from a suspect.
         negative_s: for how long keys on a suspect segment, and keys whose read failed, count as not readable.
         close_deadline_s: how long `close` waits for calls under way.
-        read_whole_objects: ranges that make up a whole object are read by Mooncake's call for objects where it lies in a segment
-            of this process: at the speed of memory, where ranges always go through a socket.
+        read_whole_objects: ranges that make up a whole object are read by Mooncake's call for objects where it lies in a
+            segment of this process: at the speed of memory, where ranges always go through a socket.
         staging_bytes: memory for ranges that are put together before they are sent, bytes or text; 0 = off.
     """
 
