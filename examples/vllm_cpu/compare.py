@@ -152,7 +152,7 @@ def emptied(llm: Any) -> bool:
     while not llm.reset_prefix_cache():
         if time.monotonic() > until:
             return False
-        time.sleep(0.05)
+        time.sleep(0.05)  # upstream saves in threads of its own, which nobody can wait for; a step then takes in what they did
         tiny.generate(llm, [{"prompt_token_ids": [3, 4, 5]}], 1)
     return True
 
