@@ -92,6 +92,26 @@ class HandoffStateError(DisaggError, LocalError):
     """A hand-off was asked to make a transition that its table does not have; nothing was changed."""
 
 
+class WireError(DisaggError):
+    """A message of a peer makes no sense: malformed, too large, or of another protocol version."""
+
+
+class LinkClosedError(DisaggError):
+    """The link to a peer has ended; what was asked over it and not answered has failed."""
+
+
+class PeerUnreachableError(DisaggError):
+    """A peer does not answer; whether it lives is not known."""
+
+
+class PeerGoneError(PeerUnreachableError):
+    """The process at a peer's address is gone: its machine refuses the connection."""
+
+
+class TransferFailedError(DisaggError):
+    """A transfer failed; part of it may have been written, and what is on its way may land until a moment later."""
+
+
 class EngineError(KVActorsError):
     """The engine cannot do what was asked in its present state."""
 

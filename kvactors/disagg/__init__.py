@@ -16,10 +16,10 @@ from kvactors.disagg.geometry import (
     worker_geometry,
 )
 from kvactors.disagg.heads import HeadPart, SharedGroup, TpMap, expected_pulls, layers_by_stage, rank_heads
-from kvactors.disagg.receiver import ReceiveAction, ReceiveInstruction, Receiving
+from kvactors.disagg.receiving import ReceiveAction, ReceiveInstruction, Receiving
 from kvactors.disagg.regions import TransferRegion, align_regions, expand_transfer_regions
 from kvactors.disagg.routes import route
-from kvactors.disagg.sender import SendAction, Sending, SendInstruction
+from kvactors.disagg.sending import SendAction, Sending, SendInstruction
 from kvactors.disagg.states import Worker
 
 __all__ = [

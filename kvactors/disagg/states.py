@@ -39,7 +39,7 @@ had timed out landed when its peer woke up). What each prefill worker is to the 
     settled
 
 A worker that is `asked` or `doubtful` may write; blocks go back when none is. `dead`: the connection is known to be dead.
-`sender.py` and `receiver.py` walk these tables, docs/design/disagg.md tells the flows. Whatever is not in a table raises
+`sending.py` and `receiving.py` walk these tables, docs/design/disagg.md tells the flows. Whatever is not in a table raises
 `HandoffStateError`.
 """
 

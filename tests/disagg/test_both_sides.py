@@ -50,7 +50,7 @@ class World:
             if action is ReceiveAction.RETURN:
                 assert worker not in self.writing, "blocks went back under a write"
                 self.returned.append(worker)
-            else:
+            elif action is ReceiveAction.ABORT:
                 self.wire.append((worker, "abort", ""))
 
     def deliver(self, index: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.core.test_purity import IMPURE, PACKAGE, imports
 
-PURE = ["blocks", "boundary", "descriptors", "geometry", "heads", "receiver", "regions", "routes", "sender", "states"]
+PURE = ["blocks", "boundary", "descriptors", "geometry", "heads", "receiving", "regions", "routes", "sending", "states"]
 
 
 @pytest.mark.parametrize("name", PURE)

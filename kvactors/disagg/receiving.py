@@ -1,8 +1,8 @@
 """One request on a decode worker: what happens to it goes in, what to do comes out. No I/O and no clock in here.
 
-Its destination blocks go back to the engine by exactly one `RETURN`, with the outcome, and not before the last prefill worker
-that may write has settled; until then they are fenced, however long ago the request failed. A request that is reported failed
-earlier would be computed again in blocks that a late write still changes.
+Its destination blocks go back to the engine by exactly one `RETURN`, and not before the last prefill worker that may write has
+settled; until then they are fenced, however long ago the request failed. That it failed is told at once (`FAIL`), so that the
+engine computes it again, or fails it, in time; whoever drives this sees to it that this happens in other blocks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ from kvactors.errors import TransferPlanError
 class ReceiveAction(Enum):
     ABORT = "abort"
     """Tell the prefill worker to stop, and to acknowledge; to one that was never asked, so that it frees its blocks."""
+    FAIL = "fail"
+    """Tell the engine that the request failed; its blocks are not to be used before `RETURN`."""
     RETURN = "return"
-    """Give the blocks back to the engine: loaded, failed or aborted, as the record's state says."""
+    """Give the blocks back to the engine: loaded, failed or aborted, as the record's state says. Unless `FAIL` came before,
+    this is also when the engine is told."""
 
 
 class ReceiveInstruction(NamedTuple):
@@ -145,9 +148,11 @@ class Receiving:
         self.reason = self.reason or reason
         if told or self.empty:
             return []
-        aborts = [w for w, state in self.peers.items() if state not in PEER_TERMINAL]
-        out = [ReceiveInstruction(ReceiveAction.ABORT, worker) for worker in aborts]
-        return out + ([ReceiveInstruction(ReceiveAction.RETURN)] if self.state in RECEIVE_TERMINAL else self._settle())
+        unsettled = [w for w, state in self.peers.items() if state not in PEER_TERMINAL]
+        aborts = [ReceiveInstruction(ReceiveAction.ABORT, worker) for worker in unsettled]
+        back = [ReceiveInstruction(ReceiveAction.RETURN)] if self.state in RECEIVE_TERMINAL else self._settle()
+        fenced = not back and event is ReceiveEvent.FAIL
+        return [ReceiveInstruction(ReceiveAction.FAIL)] * fenced + aborts + back
 
     def _settle(self) -> list[ReceiveInstruction]:
         states = set(self.peers.values())

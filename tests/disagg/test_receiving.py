@@ -33,35 +33,40 @@ FLOWS = [
     ("the engine aborts before the pulls", "abort -> abort a, abort b, return", "aborted", "abort!"),
     (
         "one transfer fails: fenced until it acknowledges",
-        "ask a; ask b; reported a; failed b -> abort b; acknowledged b -> return",
+        "ask a; ask b; reported a; failed b -> fail, abort b; acknowledged b -> return",
         "failed",
         "failed b!",
     ),
     (
         "one fails while the other still writes",
-        "ask a; ask b; failed b -> abort a, abort b; acknowledged b; reported a -> return",
+        "ask a; ask b; failed b -> fail, abort a, abort b; acknowledged b; reported a -> return",
         "failed",
         "failed b!",
     ),
     ("prefill refuses: nothing was sent", "ask a; ask b; reported a; refused b -> return", "failed", "refused b!"),
-    ("refused while the other writes", "ask a; ask b; refused b -> abort a; acknowledged a -> return", "failed", "refused b!"),
+    (
+        "refused while the other writes",
+        "ask a; ask b; refused b -> fail, abort a; acknowledged a -> return",
+        "failed",
+        "refused b!",
+    ),
     ("refused before the other is asked", "ask a; refused a -> abort b, return", "failed", "refused a!"),
-    ("prefill dies", "ask a; ask b; dead a -> abort b; dead b -> return", "failed", "dead a!"),
+    ("prefill dies", "ask a; ask b; dead a -> fail, abort b; dead b -> return", "failed", "dead a!"),
     (
         "prefill dies after its transfer failed",
-        "ask a; ask b; reported b; failed a -> abort a; dead a -> return",
+        "ask a; ask b; reported b; failed a -> fail, abort a; dead a -> return",
         "failed",
         "failed a!",
     ),
     (
         "prefill is frozen: fenced until the connection is dead",
-        "ask a; ask b; reported a; fail -> abort b; fail; dead b -> return",
+        "ask a; ask b; reported a; fail -> fail, abort b; fail; dead b -> return",
         "failed",
         "fail!",
     ),
     (
         "a report after the deadline settles, and is no success",
-        "ask a; ask b; reported a; fail -> abort b; reported b -> return",
+        "ask a; ask b; reported a; fail -> fail, abort b; reported b -> return",
         "failed",
         "fail!",
     ),
@@ -73,7 +78,7 @@ FLOWS = [
     ),
     (
         "the engine aborts what is failing",
-        "ask a; ask b; failed a -> abort a, abort b; abort; acknowledged a; dead b -> return",
+        "ask a; ask b; failed a -> fail, abort a, abort b; abort; acknowledged a; dead b -> return",
         "aborted",
         "failed a!",
     ),
@@ -85,7 +90,7 @@ FLOWS = [
     ),
     (
         "prefill gave up by itself",
-        "ask a; ask b; acknowledged a -> abort b; acknowledged b -> return",
+        "ask a; ask b; acknowledged a -> fail, abort b; acknowledged b -> return",
         "failed",
         "prefill stopped",
     ),
@@ -160,6 +165,7 @@ def test_blocks_go_back_once_and_never_while_somebody_may_write(events: list[str
     may_write: set[str] = set()
     doubtful: set[str] = set()
     returned: list[str] = []
+    told: list[str] = []
 
     def step(event: str) -> None:
         name, _, worker = event.partition(" ")
@@ -171,10 +177,16 @@ def test_blocks_go_back_once_and_never_while_somebody_may_write(events: list[str
             if action is ReceiveAction.RETURN:
                 assert not may_write
                 returned.append(record.state.value)
+            if action is ReceiveAction.FAIL:
+                assert may_write
+                assert not returned
+                told.append(record.state.value)
         if name == "ask":
             may_write.add(worker)
         assert not empty or not returned
         assert len(returned) <= 1
+        assert len(told) <= 1
+        assert bool(told) >= (record.state.value == "failing")
         if not empty:
             assert record.may_be_written == bool(may_write)
             assert set(record.unsettled) == {NAMED[w] for w in may_write}
