@@ -23,7 +23,7 @@ class Link(Protocol):
         ...
 
     async def receive(self) -> Message:
-        """The next message. What is malformed, too large, or of another version is answered with a `Problem`, and the link ends.
+        """The next message. What is malformed, too large or of another version is answered with a `Problem`, and the end.
 
         Raises:
             LinkClosedError: the link has ended; says why.
