@@ -1,0 +1,508 @@
+"""The sender: the actor of a prefill worker. It holds the blocks of computed requests, and writes them to who pulls them.
+
+What happens to a request is decided by its record (`sending.py`); the actor carries out what the record says, keeps the time,
+and knows the links. A peer that is slow, frozen or silent holds up nobody else: answers go through outboxes, and of the bounded
+number of sends at a time one peer gets only a part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvactors.actors.actor import Actor
+from kvactors.core.clock import Clock
+from kvactors.disagg.blocks import RequestBlocks, plan_blocks
+from kvactors.disagg.descriptors import RegionCopy, batches, request_descriptors
+from kvactors.disagg.geometry import WorkerGeometry
+from kvactors.disagg.links import Link
+from kvactors.disagg.messages import Cancelled, Heard, LinkDown, LinkUp, Prefilled, Requested, TimeUp, WriteEnded
+from kvactors.disagg.outbox import Outbox
+from kvactors.disagg.routes import route
+from kvactors.disagg.sending import SendAction, Sending, SendInstruction
+from kvactors.disagg.states import PULL_TERMINAL, SEND_TERMINAL, SendState, Worker
+from kvactors.disagg.transports import Transport
+from kvactors.disagg.wire import Abort, Failed, Hello, Message, Pull, Refused, Sent, Stopped, Welcome
+from kvactors.errors import DisaggError, HandoffBlocksError
+from kvactors.log import get_logger
+
+log = get_logger("kvactors.disagg.sender", burst=10)
+
+HELLO_S = 10.0
+"""A peer that opens a link says who it is within this time."""
+
+REMEMBERED = 4096
+"""Requests that ended are known so long, in number, that late messages are answered; so are the routes to peers."""
+
+MAILBOX = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class SendLimits:
+    """
+    Attributes:
+        abort_timeout_s: blocks that nobody asked for, or that were not settled, are freed after this time; never under a send.
+        orphan_s: how long a request is known that decode spoke of and that never came.
+        orphans: how many of those at a time.
+        sends: how many requests are written at a time, in all and to one peer.
+        batch: descriptors between two looks at whether the peer still wants them.
+    """
+
+    abort_timeout_s: float = 480.0
+    orphan_s: float = 480.0
+    orphans: int = 4096
+    sends: int = 8
+    sends_to_one: int = 2
+    batch: int = 2000
+
+
+@dataclass(slots=True, eq=False)
+class SendCounts:
+    """Since the start. Requests, but for `bytes`; `sends` counts the decode workers written to, empty pulls not."""
+
+    sends: int = 0
+    bytes: int = 0
+    failed: int = 0
+    refused: int = 0
+    expired: int = 0
+    freed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Puller:
+    """A decode worker, as long as its link lives.
+
+    Attributes:
+        route: what of each block goes to it.
+        at_once: the sends to it at a time.
+    """
+
+    engine_id: str
+    worker: Worker
+    memory: str
+    geometry: WorkerGeometry
+    route: tuple[RegionCopy, ...]
+    at_once: asyncio.Semaphore
+    outbox: Outbox | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Send:
+    """A send under way. `stop`: the peer gave it up; nothing more is written after the batch in hand."""
+
+    stop: bool = False
+    writing: bool = False
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request, its blocks and those that pull it."""
+
+    record: Sending
+    engine_id: str | None = None
+    blocks: RequestBlocks | None = None
+    pulls: dict[Worker, tuple[Puller, Pull]] = field(default_factory=dict)
+    sends: dict[Worker, Send] = field(default_factory=dict)
+    timer: asyncio.TimerHandle | None = None
+
+
+class SenderActor(Actor):
+    """See the module.
+
+    Args:
+        engine_id, process: what `Welcome` says.
+        freed: told the transfer id of each request whose blocks are the engine's again, once.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        process: str,
+        geometry: WorkerGeometry,
+        transport: Transport,
+        clock: Clock,
+        freed: Callable[[str], None],
+        limits: SendLimits | None = None,
+    ) -> None:
+        super().__init__("sender", clock, mailbox_limit=MAILBOX)
+        self.counts = SendCounts()
+        self._engine_id, self._process, self._geometry, self._transport = engine_id, process, geometry, transport
+        self._freed = freed
+        self._limits = limits or SendLimits()
+        self._requests: dict[str, Request] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._pullers: dict[tuple[str, Worker], Puller] = {}
+        self._known: OrderedDict[str, Puller] = OrderedDict()
+        """process of a decode worker -> what its geometry came to, so that a new link needs no new plan"""
+        self._orphans = 0
+        self._at_once = asyncio.Semaphore(self._limits.sends)
+
+    @property
+    def under_way(self) -> int:
+        """Requests whose blocks are held, or are to be."""
+        return sum(r.record.state not in SEND_TERMINAL for r in self._requests.values())
+
+    # -- links ---------------------------------------------------------------------------------------------------------
+
+    async def serve(self, link: Link) -> None:
+        """A decode worker opened a link; returns when it has ended."""
+        try:
+            async with asyncio.timeout(HELLO_S):
+                hello = await link.receive()
+                if not isinstance(hello, Hello):
+                    return await link.close(f"the first message has to be a Hello, not a {type(hello).__name__}")
+                puller = self._puller(hello)
+                await link.send(self._welcome())
+        except TimeoutError:
+            return await link.close(f"no Hello within {HELLO_S:g} s")
+        except DisaggError as error:
+            log.error("a decode worker is refused", peer=link.peer, reason=str(error))
+            return await link.close(str(error))
+        await self.mailbox.send(LinkUp(puller, link))
+        reason = "the link ended"
+        try:
+            while True:
+                message = await link.receive()
+                if not isinstance(message, Pull | Abort):
+                    return await link.close(f"a decode worker says Pull and Abort, not {type(message).__name__}")
+                await self.mailbox.send(Heard(puller, link, message))
+        except DisaggError as error:
+            reason = str(error)
+        finally:
+            self.mailbox.post(LinkDown(puller, link, reason))
+
+    def _welcome(self) -> Welcome:
+        g = self._geometry
+        return Welcome(engine_id=self._engine_id, process=self._process, pp_rank=g.pp_rank, tp_rank=g.tp_rank)
+
+    def _puller(self, hello: Hello) -> Puller:
+        """What is known of a decode worker; one whose process is known already has the same geometry.
+
+        Raises:
+            PeerMismatchError, TransferPlanError: nothing can be handed over to it.
+        """
+        known = self._known.get(hello.process)
+        if known is not None and known.memory == hello.memory and known.geometry == hello.geometry:
+            self._known.move_to_end(hello.process)
+            return replace(known, outbox=None)
+        g = hello.geometry
+        puller = Puller(
+            hello.engine_id,
+            Worker(g.pp_rank, g.tp_rank),
+            hello.memory,
+            g,
+            route(self._geometry, g),
+            asyncio.Semaphore(self._limits.sends_to_one),
+        )
+        self._known[hello.process] = puller
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        return replace(puller)
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    async def handle(self, message: Any) -> None:
+        match message:
+            case Heard(puller, link, Pull() as pull) if self._current(puller, link):
+                self._pull(puller, pull)
+            case Heard(puller, link, Abort() as abort) if self._current(puller, link):
+                self._abort(puller, abort)
+            case Requested(transfer_id):
+                self._requested(transfer_id)
+            case Prefilled(transfer_id, blocks):
+                self._prefilled(transfer_id, blocks)
+            case Cancelled(transfer_id, reason):
+                self._cancelled(transfer_id, reason)
+            case WriteEnded():
+                self.mailbox.replied()
+                self._write_ended(message)
+            case LinkUp(puller, link):
+                self._link_up(puller, link)
+            case LinkDown(puller, link):
+                self._link_down(puller, link, message.reason)
+            case TimeUp(of):
+                self._time_up(of)
+
+    # -- from the engine -----------------------------------------------------------------------------------------------
+
+    def _requested(self, transfer_id: str) -> None:
+        request = self._requests.get(transfer_id)
+        if request is not None and request.record.state in SEND_TERMINAL:
+            request = None  # the id is used again
+        if request is None:
+            request = self._new(transfer_id)
+        elif request.record.state is not SendState.AWAITED:
+            log.error("a transfer id is used twice; its first request goes on alone", transfer=transfer_id)
+            return
+        else:
+            self._orphans -= 1
+        self._stop_timer(request)
+        self._do(request, request.record.request())
+
+    def _prefilled(self, transfer_id: str, blocks: RequestBlocks) -> None:
+        request = self._requests.get(transfer_id)
+        if request is None or request.record.state in (SendState.AWAITED, *SEND_TERMINAL):
+            self._requested(transfer_id)
+            request = self._requests[transfer_id]
+        if request.record.state is not SendState.PREFILLING:
+            log.error("a request that is held was computed again; it is ignored", transfer=transfer_id)
+            return
+        request.blocks = blocks
+        request.timer = self.later(self._limits.abort_timeout_s, TimeUp(request))
+        self._do(request, request.record.prefilled())
+
+    def _cancelled(self, transfer_id: str, reason: str) -> None:
+        request = self._requests.get(transfer_id)
+        if request is None or request.record.state in (SendState.AWAITED, *SEND_TERMINAL):
+            self._requested(transfer_id)  # it never got here: whoever pulls it later is refused
+            request = self._requests[transfer_id]
+        if request.record.state is SendState.PREFILLING:
+            self._do(request, request.record.cancel(reason))
+
+    # -- from decode workers -------------------------------------------------------------------------------------------
+
+    def _current(self, puller: Puller, link: Link) -> bool:
+        """Whether the link is the one that its worker has now; what an earlier one said died with it."""
+        return puller.outbox is not None and puller.outbox.link is link
+
+    def _link_up(self, puller: Puller, link: Link) -> None:
+        key = (puller.engine_id, puller.worker)
+        earlier = self._pullers.get(key)
+        if earlier is not None and earlier.outbox is not None:
+            self._link_down(earlier, earlier.outbox.link, "the worker opened another link")
+        puller.outbox = Outbox(link)
+        self._pullers[key] = puller
+
+    def _link_down(self, puller: Puller, link: Link | None, reason: str) -> None:
+        """All that the worker asked for and did not get is given up, as if it had said so."""
+        if link is None or not self._current(puller, link):
+            return
+        assert puller.outbox is not None
+        puller.outbox.close()
+        puller.outbox = None
+        if self._pullers.get((puller.engine_id, puller.worker)) is puller:
+            del self._pullers[puller.engine_id, puller.worker]
+        for request in list(self._requests.values()):
+            asked = request.pulls.get(puller.worker)
+            if asked is None or asked[0] is not puller:
+                continue
+            if request.record.pulls.get(puller.worker) not in PULL_TERMINAL:
+                log.warning("a pull is given up with its link", transfer=request.record.transfer_id, reason=reason)
+                self._stop(request, puller.worker)
+                self._do(request, request.record.abort(puller.worker, asked[1].pullers))
+
+    def _pull(self, puller: Puller, pull: Pull) -> None:
+        request = self._requests.get(pull.transfer_id) or self._orphan(pull.transfer_id)
+        if request is None:
+            self._say(puller, Refused(pull.transfer_id, "too many requests are awaited that prefill does not know"))
+        elif (problem := self._stranger(request, puller, pull)) is not None:
+            self._say(puller, Refused(pull.transfer_id, problem))
+        else:
+            request.engine_id = puller.engine_id
+            request.pulls[puller.worker] = (puller, pull)
+            self._do(request, request.record.pull(puller.worker, pull.pullers))
+
+    def _abort(self, puller: Puller, abort: Abort) -> None:
+        request = self._requests.get(abort.transfer_id) or self._orphan(abort.transfer_id)
+        if request is None or self._stranger(request, puller) is not None:
+            self._say(puller, Stopped(abort.transfer_id))
+            return
+        request.engine_id = puller.engine_id
+        pull = Pull(abort.transfer_id, abort.pullers, RequestBlocks(0))
+        request.pulls[puller.worker] = (puller, request.pulls.get(puller.worker, (puller, pull))[1])
+        self._stop(request, puller.worker)
+        self._do(request, request.record.abort(puller.worker, abort.pullers))
+
+    def _orphan(self, transfer_id: str) -> Request | None:
+        """Decode came first, or the request does not exist; it is waited for, for a while."""
+        if self._orphans >= self._limits.orphans:
+            return None
+        self._orphans += 1
+        request = self._new(transfer_id)
+        request.timer = self.later(self._limits.orphan_s, TimeUp(request))
+        return request
+
+    @staticmethod
+    def _stranger(request: Request, puller: Puller, pull: Pull | None = None) -> str | None:
+        """Why the request is not this worker's, or the pull not the one that it made before."""
+        if request.engine_id not in (None, puller.engine_id):
+            return f"instance {request.engine_id} pulls it already"
+        before = request.pulls.get(puller.worker)
+        if pull is not None and before is not None and before[1].blocks != pull.blocks:
+            return "another request pulled it already; each needs a transfer id of its own"
+        return None
+
+    # -- time, and the end ---------------------------------------------------------------------------------------------
+
+    def _time_up(self, request: Request) -> None:
+        record = request.record
+        if record.state in SEND_TERMINAL:
+            return
+        if not record.may_expire:  # never under a send, nor while it is computed
+            request.timer = self.later(min(self._limits.abort_timeout_s, 1.0), TimeUp(request))
+            return
+        orphan = record.state is SendState.AWAITED
+        self._orphans -= orphan
+        self.counts.expired += 1
+        waited = self._limits.orphan_s if orphan else self._limits.abort_timeout_s
+        what = "nobody sent it to this prefill instance" if orphan else "not all decode workers came for it"
+        log.warning("a hand-off expired", transfer=record.transfer_id, reason=what, waited_s=waited)
+        self._do(request, record.expire(f"{what} within {waited:g} s"))
+
+    def _new(self, transfer_id: str) -> Request:
+        request = self._requests[transfer_id] = Request(Sending(transfer_id))
+        return request
+
+    @staticmethod
+    def _stop_timer(request: Request) -> None:
+        if request.timer is not None:
+            request.timer.cancel()
+            request.timer = None
+
+    # -- what records say ----------------------------------------------------------------------------------------------
+
+    def _do(self, request: Request, instructions: list[SendInstruction]) -> None:
+        transfer_id = request.record.transfer_id
+        for action, worker, reason in instructions:
+            if action is SendAction.FREE:
+                self.counts.freed += 1
+                self._freed(transfer_id)
+                continue
+            assert worker is not None
+            if action is SendAction.SEND:
+                self._start(request, worker)
+            else:
+                self._answer(request, worker, _answer(action, transfer_id, reason))
+        if request.record.state in SEND_TERMINAL:
+            self._over(request)
+
+    def _over(self, request: Request) -> None:
+        """It ended: its record answers late messages for a while, the rest goes."""
+        self._stop_timer(request)
+        request.blocks = None
+        if self._requests.get(request.record.transfer_id) is not request:
+            return
+        self._ended[request.record.transfer_id] = None
+        self._ended.move_to_end(request.record.transfer_id)
+        if len(self._ended) > REMEMBERED:
+            oldest, _ = self._ended.popitem(last=False)
+            if self._requests[oldest].record.state in SEND_TERMINAL:
+                del self._requests[oldest]
+
+    def _answer(self, request: Request, worker: Worker, message: Message) -> None:
+        if isinstance(message, Refused):
+            self.counts.refused += 1
+            log.warning("a pull is refused", transfer=message.transfer_id, reason=message.reason)
+        elif isinstance(message, Failed):
+            self.counts.failed += 1
+            log.warning("a send failed", transfer=message.transfer_id, reason=message.reason)
+        asked = request.pulls.get(worker)
+        if asked is not None:
+            self._say(asked[0], message)
+
+    @staticmethod
+    def _say(puller: Puller, message: Message) -> None:
+        if puller.outbox is not None:
+            puller.outbox.send(message)
+
+    # -- sends ---------------------------------------------------------------------------------------------------------
+
+    def _start(self, request: Request, worker: Worker) -> None:
+        puller, pull = request.pulls[worker]
+        send = request.sends[worker] = Send()
+        self.mailbox.reserve()
+        send.task = asyncio.ensure_future(self._send(request, worker, puller, pull, send))
+
+    @staticmethod
+    def _stop(request: Request, worker: Worker) -> None:
+        send = request.sends.get(worker)
+        if send is not None:
+            send.stop = True
+            if not send.writing and send.task is not None:
+                send.task.cancel()
+
+    async def _send(self, request: Request, worker: Worker, puller: Puller, pull: Pull, send: Send) -> None:
+        ended = WriteEnded(request.record.transfer_id, worker, "stopped before it began")
+        try:
+            ended = await self._written(request, worker, puller, pull, send)
+        except DisaggError as error:
+            ended = replace(ended, failed=str(error), refused=isinstance(error, HandoffBlocksError))
+        except asyncio.CancelledError:  # while it waited for its turn
+            pass
+        except Exception as error:
+            log.error("a send broke", transfer=request.record.transfer_id, error=repr(error))
+            ended = replace(ended, failed=f"{type(error).__name__}: {error}")
+        finally:
+            self.mailbox.post(ended)
+
+    async def _written(self, request: Request, worker: Worker, puller: Puller, pull: Pull, send: Send) -> WriteEnded:
+        done = WriteEnded(request.record.transfer_id, worker)
+        if pull.blocks.empty:
+            return done
+        assert request.blocks is not None
+        pairs = plan_blocks(self._geometry.groups, puller.geometry.groups, request.blocks, pull.blocks)
+        descriptors = request_descriptors(puller.route, pairs)
+        if not len(descriptors):
+            return done
+        async with puller.at_once, self._at_once:
+            send.writing = True
+            for batch in batches(descriptors, self._limits.batch):
+                if send.stop:
+                    return replace(done, failed="stopped by the decode worker")
+                await self._transport.write(puller.memory, batch)
+        self.counts.sends += 1
+        self.counts.bytes += descriptors.total_bytes
+        return done
+
+    def _write_ended(self, ended: WriteEnded) -> None:
+        request = self._requests[ended.transfer_id]
+        request.sends.pop(ended.worker, None)
+        record = request.record
+        if ended.failed is None:
+            self._do(request, record.sent(ended.worker))
+        elif ended.refused:
+            self._do(request, record.refused(ended.worker, ended.failed))
+        else:
+            self._do(request, record.failed(ended.worker, ended.failed))
+
+    # -- the end of the actor ------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Nothing is being sent any more when this returns; what is held goes with the process."""
+        self.stop_timers()
+        tasks = [s.task for r in self._requests.values() for s in r.sends.values() if s.task is not None]
+        for request in self._requests.values():
+            for worker in request.sends:
+                self._stop(request, worker)
+        if tasks:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for puller in self._pullers.values():
+            if puller.outbox is not None:
+                puller.outbox.close()
+
+    async def collapse(self, reason: str) -> None:
+        """After a crash: what is held is freed, once nothing of it is being sent; links end."""
+        log.error("held blocks are given back", reason=reason)
+        states = (SendState.HELD, SendState.SENDING)
+        held = {r.record.transfer_id for r in self._requests.values() if r.record.state in states}
+        unread = [self.current, *self.mailbox.take_all()]
+        held |= {message.transfer_id for message in unread if isinstance(message, Prefilled)}
+        await self.close()
+        for transfer_id in sorted(held):
+            self._freed(transfer_id)
+
+
+def _answer(action: SendAction, transfer_id: str, reason: str) -> Message:
+    match action:
+        case SendAction.REPORT:
+            return Sent(transfer_id)
+        case SendAction.FAIL:
+            return Failed(transfer_id, reason)
+        case SendAction.REFUSE:
+            return Refused(transfer_id, reason)
+        case _:
+            return Stopped(transfer_id)
