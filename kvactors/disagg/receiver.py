@@ -42,7 +42,7 @@ from kvactors.log import get_logger
 log = get_logger("kvactors.disagg.receiver", burst=10)
 
 GRACE_S = 1.0
-"""How long bytes may land after their sender has stopped or died: they wait in this machine's socket buffers, and the transport's
+"""How long bytes may land after their sender has stopped or died: they wait in this machine's socket buffers; the transport's
 threads put them where they belong as soon as they run (measured: below 0.1 s)."""
 
 GRACE_SLICES = 10
