@@ -91,10 +91,15 @@ class Puller:
 
 @dataclass(slots=True, eq=False)
 class Send:
-    """A send under way. `stop`: the peer gave it up; nothing more is written after the batch in hand."""
+    """A send under way.
+
+    Attributes:
+        stop: the peer gave it up; nothing more is written after the batch in hand.
+        waiting: for its turn; it may be cancelled.
+    """
 
     stop: bool = False
-    writing: bool = False
+    waiting: bool = False
     task: asyncio.Task[None] | None = None
 
 
@@ -422,7 +427,7 @@ class SenderActor(Actor):
         send = request.sends.get(worker)
         if send is not None:
             send.stop = True
-            if not send.writing and send.task is not None:
+            if send.waiting and send.task is not None:
                 send.task.cancel()
 
     async def _send(self, request: Request, worker: Worker, puller: Puller, pull: Pull, send: Send) -> None:
@@ -443,13 +448,16 @@ class SenderActor(Actor):
         done = WriteEnded(request.record.transfer_id, worker)
         if pull.blocks.empty:
             return done
+        if send.stop:
+            return replace(done, failed="stopped before it began")
         assert request.blocks is not None
         pairs = plan_blocks(self._geometry.groups, puller.geometry.groups, request.blocks, pull.blocks)
         descriptors = request_descriptors(puller.route, pairs)
         if not len(descriptors):
             return done
+        send.waiting = True
         async with puller.at_once, self._at_once:
-            send.writing = True
+            send.waiting = False
             for batch in batches(descriptors, self._limits.batch):
                 if send.stop:
                     return replace(done, failed="stopped by the decode worker")
