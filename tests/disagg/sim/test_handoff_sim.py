@@ -1,4 +1,4 @@
-"""Sender and receiver actors over hundreds of seeded histories: no byte where it does not belong, nothing lost, nothing held."""
+"""Sender and receiver actors through hundreds of seeded histories: no byte where it does not belong, nothing lost or kept."""
 
 from __future__ import annotations
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 from kvactors.core.layout import GroupKind
 from kvactors.disagg import (
@@ -135,7 +136,7 @@ class Job:
 
 
 class SimTransport:
-    """Copies after a while; fails, in part, as it likes. Bytes of a failed write, or of a dead writer, may land a moment later."""
+    """Copies after a while; fails, in part, as it likes. Bytes of a failed write may land a moment later."""
 
     def __init__(self, world: World, owner: Worker, address: str) -> None:
         self.memory = address
@@ -195,8 +196,8 @@ class World:
         self.by_request: dict[str, Job] = {}
         self.deadline_s, self.abort_s = rng.choice([5.0, 60.0]), rng.choice([8.0, 120.0])
         self.seen: Counter[str] = Counter()
-        self.prefill = {w: self._memory("p", w, self.p_tp, self.p_pp) for w in self._ranks(self.p_tp, self.p_pp)}
-        self.decode = {w: self._memory("d", w, self.d_tp, self.d_pp) for w in self._ranks(self.d_tp, self.d_pp)}
+        self.prefill = {w: self._memory(w, self.p_tp, self.p_pp) for w in self._ranks(self.p_tp, self.p_pp)}
+        self.decode = {w: self._memory(w, self.d_tp, self.d_pp) for w in self._ranks(self.d_tp, self.d_pp)}
         self.senders: dict[Worker, SenderActor] = {}
         self.receivers: dict[Worker, ReceiverActor] = {}
         self.tasks: list[asyncio.Task[None]] = []
@@ -206,7 +207,7 @@ class World:
     def _ranks(tp: int, pp: int) -> list[Worker]:
         return [Worker(s, r) for s in range(pp) for r in range(tp)]
 
-    def _memory(self, side: str, w: Worker, tp: int, pp: int) -> Memory:
+    def _memory(self, w: Worker, tp: int, pp: int) -> Memory:
         layers = [w.pp_rank] if pp == 2 else [0, 1]
         state = 2 if self.has_state and w.pp_rank == pp - 1 else None
         self._bases = getattr(self, "_bases", 0) + 1
@@ -227,7 +228,7 @@ class World:
             )
             self.senders[w] = sender
             self.network.listen(self.address("p", w), sender.serve)
-            self.tasks.append(asyncio.ensure_future(self._run(sender)))
+            self.go(self._run(sender))
         for w, memory in self.decode.items():
             hello = Hello(
                 engine_id="D",
@@ -238,7 +239,10 @@ class World:
             connect = self.network.connector(self.address("d", w))
             receiver = ReceiverActor(hello, connect, self._query, self.loop, self._on_outcome(w), self.deadline_s)
             self.receivers[w] = receiver
-            self.tasks.append(asyncio.ensure_future(self._run(receiver)))
+            self.go(self._run(receiver))
+
+    def go(self, work: Coroutine[Any, Any, None]) -> None:
+        self.tasks.append(asyncio.ensure_future(work))
 
     async def _run(self, actor: SenderActor | ReceiverActor) -> None:
         actor.mailbox.bind(self.loop)
@@ -425,10 +429,10 @@ async def play(world: World) -> None:
     for _ in range(rng.randint(1, 12)):
         job = world.new_job()
         job.empty = rng.random() < 0.1
-        asyncio.ensure_future(_prefill(world, job))
-        asyncio.ensure_future(_decode(world, job))
+        world.go(_prefill(world, job))
+        world.go(_decode(world, job))
         if disasters and rng.random() < 0.25:
-            asyncio.ensure_future(_disaster(world))
+            world.go(_disaster(world))
         await asyncio.sleep(rng.random() * 2)
     await asyncio.sleep(2 * (world.deadline_s + world.abort_s) + 120)
     world.check_end()
