@@ -1,0 +1,203 @@
+"""Mooncake's TransferEngine as a transport.
+
+One engine receives, for as long as the worker lives; each peer that is written to has a sending engine of its own (see `writer`
+and `native` for why, and for what was measured).
+
+What a caller may rely on, measured over TCP on one machine with version 0.3.13:
+
+* A write that returned has arrived.
+* A killed peer fails a write within milliseconds to about a second, a frozen one after `MC_TRANSFER_TIMEOUT` (30 s); a peer
+  that was frozen before the first write to it after 60 s, whatever is set.
+* After a write raised, only what the kernels' socket buffers hold can land: of 64 MiB some 4 MiB, of ranges of 4 KiB one for
+  each connection. To a frozen peer it lands when that wakes up, and nothing lands later than that.
+* Taking memory out of registration does not stop a write into it that has begun; only closing does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import OrderedDict
+
+from kvactors.disagg.descriptors import Descriptors
+from kvactors.disagg.transports.counts import WriteCounts
+from kvactors.disagg.transports.native import NativeEngine, transfer_engine_class
+from kvactors.disagg.transports.writer import Job, PeerWriter
+from kvactors.errors import KVActorsError, StoreError, TransferFailedError, TransferPlanError, UnregisteredMemoryError
+from kvactors.log import get_logger
+from kvactors.stores.regions import Regions
+
+log = get_logger("kvactors.transport")
+
+MOST_PEERS = 64
+"""Peers with a sending engine at the same time: each takes two ports, three threads and four connections. Beyond it the one
+that was not written to for the longest is let go."""
+
+
+class MooncakeTransport:
+    """A `Transport`. `register` before peers learn of `memory`: they may keep what they saw of it.
+
+    Args:
+        host: under which peers reach this worker: a name or an address of this machine.
+        protocol: "tcp"; "rdma" and others are handed on as they are, and were not measured.
+        device: names of network devices, comma-separated; empty: the engine chooses.
+        close_deadline_s: how long `close` waits for native calls under way, which nothing can break off.
+
+    Attributes:
+        counts: what was written.
+
+    Raises:
+        ConfigError: the package is missing, or the engine cannot be set up so.
+    """
+
+    def __init__(self, host: str, protocol: str = "tcp", device: str = "", *, close_deadline_s: float = 5.0) -> None:
+        transfer_engine_class()
+        self._where = (host, protocol, device)
+        self._close_deadline_s = close_deadline_s
+        self._receiver = NativeEngine(*self._where)
+        self.memory = f"{host}:{self._receiver.port}"
+        self.counts = WriteCounts()
+        self._regions = Regions()
+        self._known: dict[int, int] = {}
+        self._writers: OrderedDict[str, PeerWriter] = OrderedDict()
+        self._jobs: set[Job] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def register(self, address: int, nbytes: int) -> None:
+        """See `Transport.register`. StoreError also for a range that overlaps one before, or after `close`."""
+        with self._lock:
+            self._require_open("register")
+            regions = self._regions.with_region(address, nbytes)
+            self._receiver.register([address], [nbytes])
+            self._regions = regions
+            self._known[address] = nbytes
+
+    async def write(self, memory: str, descriptors: Descriptors) -> None:
+        """See `Transport.write`. Cancelled, it begins no further native call, and waits for the one under way.
+
+        Raises:
+            TransferFailedError: it failed, or the transport was closed.
+            UnregisteredMemoryError: a source is not registered; nothing was sent.
+            TransferPlanError: the arrays do not fit each other, or a size is below 1; nothing was sent.
+        """
+        began = time.monotonic()
+        try:
+            self._check(descriptors)
+            if len(descriptors):
+                await self._write(memory, descriptors)
+        except BaseException:
+            self.counts.failures += 1
+            raise
+        else:
+            self.counts.writes += 1
+            self.counts.descriptors += len(descriptors)
+            self.counts.nbytes += descriptors.total_bytes
+        finally:
+            self.counts.seconds += time.monotonic() - began
+
+    async def _write(self, memory: str, descriptors: Descriptors) -> None:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[KVActorsError | None] = loop.create_future()
+
+        def told(error: KVActorsError | None) -> None:
+            try:
+                loop.call_soon_threadsafe(ended.set_result, error)
+            except RuntimeError:  # the loop was closed, so nobody waits
+                pass
+
+        job = Job(descriptors, told)
+        with self._lock:
+            if self._closed:
+                raise TransferFailedError("the transport was closed; nothing was sent")
+            self._writer(memory).add(job)
+            self._jobs.add(job)
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            while not ended.done():
+                try:
+                    await asyncio.shield(ended)
+                except asyncio.CancelledError as error:
+                    job.stop, cancelled = True, error
+        finally:
+            with self._lock:
+                self._jobs.discard(job)
+            self.counts.retries += job.retries
+        if cancelled is not None:
+            raise cancelled
+        if (failed := ended.result()) is not None:
+            raise failed
+
+    async def forget(self, memory: str) -> None:
+        """See `Transport.forget`: ends the sending engine, after writes under way. Never raises."""
+        with self._lock:
+            writer = self._writers.pop(memory, None)
+        if writer is not None:
+            writer.end()
+
+    def close(self) -> None:
+        """See `Transport.close`. Blocks for what `end` of the engines takes, a fraction of a second each.
+
+        A native call that is under way after `close_deadline_s` goes on to its end on its own thread, and with it its `write`.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            writers = list(self._writers.values())
+            self._writers.clear()
+            for job in self._jobs:
+                job.stop = True
+        for writer in writers:
+            writer.end()
+        deadline = time.monotonic() + self._close_deadline_s
+        for writer in writers:
+            if not writer.ended.wait(max(0.0, deadline - time.monotonic())):
+                log.warning("closed while a native write is under way", memory=writer.memory)
+        self._receiver.end()
+
+    def _check(self, descriptors: Descriptors) -> None:
+        src, dst, nbytes = descriptors.src, descriptors.dst, descriptors.nbytes
+        if not len(src) == len(dst) == len(nbytes):
+            raise TransferPlanError(f"descriptors of {len(src)}, {len(dst)} and {len(nbytes)}: give one of each")
+        if len(nbytes) and int(nbytes.min()) < 1:
+            raise TransferPlanError(f"a descriptor of {int(nbytes.min())} bytes: leave empty ones out")
+        if not bool(self._regions.cover(src[None, :], nbytes)[0]):
+            at = next(i for i in range(len(src)) if not self._regions.cover(src[i : i + 1, None], nbytes[i : i + 1])[0])
+            raise UnregisteredMemoryError(
+                f"descriptor {at}: {int(nbytes[at])} bytes at {int(src[at]):#x} are not registered; register the memory first"
+            )
+
+    def _require_open(self, what: str) -> None:
+        if self._closed:
+            raise StoreError(f"{what}: the transport was closed; make another")
+
+    def _writer(self, memory: str) -> PeerWriter:
+        """Under the lock."""
+        writer = self._writers.get(memory)
+        if writer is None:
+            self._make_room()
+            writer = self._writers[memory] = PeerWriter(memory, self._sending_engine)
+        self._writers.move_to_end(memory)
+        return writer
+
+    def _make_room(self) -> None:
+        while len(self._writers) >= MOST_PEERS:
+            idle = next((m for m, writer in self._writers.items() if not writer.jobs), None)
+            if idle is None:
+                raise TransferFailedError(f"writes to {MOST_PEERS} peers are under way; send to fewer at the same time")
+            self._writers.pop(idle).end()
+
+    def _sending_engine(self) -> NativeEngine:
+        """On a writer's thread. Over TCP a source need not be registered, and what is not registered no peer can write to."""
+        engine = NativeEngine(*self._where)
+        if self._where[1] != "tcp":
+            with self._lock:
+                known = dict(self._known)
+            try:
+                engine.register(list(known), list(known.values()))
+            except StoreError:
+                engine.end()
+                raise
+        return engine

@@ -1,0 +1,119 @@
+"""One native TransferEngine: set up, asked, and ended without holding up the process.
+
+What was measured of Mooncake 0.3.13 over TCP, and what is done about it:
+
+* After a call answered -1 the engine goes on sending what the call had queued, from the memory as it is by then: of 200 ranges
+  to a frozen peer 196 arrived after it woke up with bytes written to the source after the call; likewise after one bad
+  address among 500. Only the end of the engine stops it. Hence an engine that answered -1 is ended before anyone is told.
+* Ending it takes up to 1.0 s with the interpreter lock held: its listener looks once a second whether it is to go. Hence
+  its patience is shortened (`LISTEN_S`).
+* A call spins: it takes a whole core until it is answered. The interpreter lock is not held meanwhile.
+* 2048 ranges under way to one peer are the most; those beyond 1024 fail if they are not begun within a second.
+* The source need not be registered with the engine that sends; the destination must be, within one region.
+* It listens on two ports on all interfaces, whatever host it is given, and takes any host and any protocol: where it has not the
+  protocol, or no device for it, it goes by TCP.
+
+Environment variables that matter, all read when an engine is made: `MC_TRANSFER_TIMEOUT` (seconds, 30, at least 5) is how long
+a call waits for a frozen peer, plus one nanosecond a byte; `MC_TCP_LANES_PER_PEER` (4) connections;
+`MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER` (1024) and `MC_TCP_ADMISSION_TIMEOUT_MS` (1000) for the limits above; `MC_MIN_PRC_PORT`
+and `MC_MAX_PRC_PORT` for the ports; `MC_LOG_LEVEL`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvactors.errors import ConfigError, StoreError
+from kvactors.log import get_logger
+from kvactors.stores.mooncake.client import INSTALL, LIBRARIES
+
+log = get_logger("kvactors.transport")
+
+LISTEN_S = 0.05
+"""How long ending an engine may take."""
+
+FIRST_LISTEN_S = 1.1
+"""An engine younger than this still listens with its own patience of a second."""
+
+
+def transfer_engine_class() -> Any:
+    """The native class. ConfigError when it is missing or cannot be loaded."""
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # its other lines go to stderr, dozens an engine
+    try:
+        module = importlib.import_module("mooncake.engine")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"Mooncake's TransferEngine is not installed; {INSTALL}") from error
+    except ImportError as error:
+        packages = " ".join(LIBRARIES.values())
+        raise ConfigError(f"Mooncake's TransferEngine cannot be loaded: {error}; try: apt-get install {packages}") from error
+    return module.TransferEngine
+
+
+class NativeEngine:
+    """An engine that was set up. `end` it from the thread that calls `write`, or when no call is under way.
+
+    Args:
+        host: under which peers reach it; a name or an address of this machine.
+        protocol: "tcp", "rdma" or another that the installed package has; see above for one that it has not.
+        device: names of network devices, comma-separated; empty: the engine chooses.
+
+    Attributes:
+        port: where peers ask it for its memory.
+
+    Raises:
+        ConfigError: the package is missing, the host has no address, or the engine cannot be set up so.
+    """
+
+    def __init__(self, host: str, protocol: str, device: str) -> None:
+        try:
+            socket.getaddrinfo(host or None, 0)
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"host {host!r} has no address: {error}; give one of this machine that peers reach") from error
+        native = transfer_engine_class()()
+        code = native.initialize(host, "P2PHANDSHAKE", protocol, device)
+        if code != 0:
+            raise ConfigError(
+                f"TransferEngine cannot be set up on host {host!r} with protocol {protocol!r}, device {device!r}: code {code}; "
+                f"give an address of this machine and a protocol that the package has ({INSTALL})"
+            )
+        self._native: Any = native
+        self._made = time.monotonic()
+        self.port = int(native.get_rpc_port())
+        _shorten_patience(self.port)
+
+    def register(self, addresses: Sequence[int], sizes: Sequence[int]) -> None:
+        """Raises StoreError when the engine refuses."""
+        code = self._native.batch_register_memory(list(addresses), list(sizes))
+        if code != 0:
+            raise StoreError(f"TransferEngine refuses to register {len(addresses)} region(s): code {code}; give merged ranges")
+
+    def write(self, memory: str, src: list[int], dst: list[int], nbytes: list[int]) -> bool:
+        """Blocks until all has arrived (True) or something went wrong (False: then `end` it, it may still be sending)."""
+        return bool(self._native.batch_transfer_sync_write(memory, src, dst, nbytes) == 0)
+
+    def end(self) -> None:
+        """Stops it: it sends and receives nothing after this. Idempotent."""
+        native, self._native = self._native, None
+        if native is None:
+            return
+        time.sleep(max(0.0, self._made + FIRST_LISTEN_S - time.monotonic()))
+        del native  # the last reference: the engine ends here, with the interpreter lock held
+
+
+def _shorten_patience(port: int) -> None:
+    """Of the listener on this port: how long it waits for a connection before it looks whether it is to end."""
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as found:
+                if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and found.getsockname()[1] == port:
+                    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(LISTEN_S * 1e6)))
+        except OSError:  # closed meanwhile, or no internet socket
+            continue

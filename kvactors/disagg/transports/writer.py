@@ -1,0 +1,155 @@
+"""The native calls for one peer: an engine and a daemon thread of its own, so that a frozen peer holds up nobody else.
+
+Calls to one peer follow one another, since what they queue counts towards one limit; one call uses all connections to it. A
+call that failed leaves its engine sending (see `native`), so the engine is ended first, and only then is the failure told. The
+next call gets a fresh one, and with it fresh connections.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+
+import numpy as np
+
+from kvactors.core.store import Addresses
+from kvactors.disagg.descriptors import Descriptors
+from kvactors.disagg.transports.native import NativeEngine
+from kvactors.errors import KVActorsError, TransferFailedError
+from kvactors.log import get_logger
+
+log = get_logger("kvactors.transport")
+
+MOST_RANGES = 1000
+"""In one native call: beyond 1024, ranges wait for a place in the queue, and fail when they do not get it within a second."""
+
+MOST_BYTES = 256 << 20
+"""In one native call, unless one range is longer: it has 30 s, whatever the network does."""
+
+RETRY_WITHIN_S = 3.0
+"""A call that failed sooner than this met connections that were gone, or a process: a fresh engine tries once more. One that
+failed later waited for a frozen peer."""
+
+SETTLE_S = 0.5
+"""How long after a successful second try a write goes on: what the first one left in socket buffers lands meanwhile, so that
+nothing lands after a write that ended well."""
+
+
+class Job:
+    """One write.
+
+    Args:
+        told: called once from the writer's thread, with the error or None, when nothing more is sent.
+
+    Attributes:
+        stop: set from any thread: no further call is begun.
+        retries: calls that were made twice.
+    """
+
+    def __init__(self, descriptors: Descriptors, told: Callable[[KVActorsError | None], None]) -> None:
+        self.descriptors, self.told = descriptors, told
+        self.stop = False
+        self.retries = 0
+
+
+class PeerWriter:
+    """Starts its thread at once, and its engine with the first job.
+
+    Args:
+        memory: the peer's, as the engine takes it.
+        make: makes an engine; may raise any error of kvactors.
+
+    Attributes:
+        jobs: how many are queued or under way.
+        ended: set when the thread is through: nothing is sent any more.
+    """
+
+    def __init__(self, memory: str, make: Callable[[], NativeEngine]) -> None:
+        self.memory = memory
+        self.jobs = 0
+        self.ended = threading.Event()
+        self._make = make
+        self._engine: NativeEngine | None = None
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._work, name=f"kvactors to {memory}", daemon=True).start()
+
+    def add(self, job: Job) -> None:
+        with self._lock:
+            self.jobs += 1
+        self._queue.put(job)
+
+    def end(self) -> None:
+        """Ends engine and thread after the jobs that were added before."""
+        self._queue.put(None)
+
+    def _work(self) -> None:
+        try:
+            while (job := self._queue.get()) is not None:
+                error: KVActorsError | None = None
+                try:
+                    self._run(job)
+                except KVActorsError as failed:
+                    error = failed
+                except Exception as broken:  # of the native code, or out of memory
+                    error = TransferFailedError(f"writing to {self.memory} failed: {broken!r}")
+                with self._lock:
+                    self.jobs -= 1
+                job.told(error)
+        finally:
+            self._end_engine()
+            self.ended.set()
+
+    def _run(self, job: Job) -> None:
+        for part in parts(job.descriptors.nbytes):
+            if job.stop:
+                raise TransferFailedError(f"stopped before descriptor {part.start} of {len(job.descriptors)} to {self.memory}")
+            began = time.monotonic()
+            if self._sent(job.descriptors, part):
+                continue
+            took = time.monotonic() - began
+            if job.stop or job.retries or took > RETRY_WITHIN_S:
+                raise self._failure(job, part, took)
+            job.retries += 1
+            log.info("a write failed and is tried once more", memory=self.memory, seconds=round(took, 3))
+            if not self._sent(job.descriptors, part):
+                raise self._failure(job, part, time.monotonic() - began)
+        if job.retries:
+            time.sleep(SETTLE_S)
+
+    def _sent(self, what: Descriptors, part: slice) -> bool:
+        arrived = False
+        try:
+            if self._engine is None:
+                self._engine = self._make()
+            lists = (array[part].tolist() for array in (what.src, what.dst, what.nbytes))
+            arrived = self._engine.write(self.memory, *lists)
+        finally:
+            if not arrived:
+                self._end_engine()
+        return arrived
+
+    def _end_engine(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.end()
+
+    def _failure(self, job: Job, part: slice, took: float) -> TransferFailedError:
+        return TransferFailedError(
+            f"writing descriptors {part.start} to {part.stop - 1} of {len(job.descriptors)} to {self.memory} failed after "
+            f"{took:.1f} s: the peer is gone, frozen, or has not registered the memory; see whether it lives, and its log"
+        )
+
+
+def parts(nbytes: Addresses) -> Iterator[slice]:
+    """Cuts descriptors of these sizes into native calls."""
+    ends = np.cumsum(nbytes)
+    at, count = 0, len(nbytes)
+    while at < count:
+        begun = int(ends[at - 1]) if at else 0
+        most = int(np.searchsorted(ends, begun + MOST_BYTES, side="right"))
+        to = min(max(most, at + 1), at + MOST_RANGES, count)
+        yield slice(at, to)
+        at = to
