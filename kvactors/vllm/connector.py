@@ -6,13 +6,17 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvactors.devices import MonotonicClock, devices_for
-from kvactors.errors import ConfigError
+from kvactors.errors import ConfigError, LayoutError
 from kvactors.log import get_logger
 from kvactors.vllm.agreement import tp_gather
 from kvactors.vllm.ascend_hooks import AscendLayers
 from kvactors.vllm.ascend_windows import ascend_layers
+from kvactors.vllm.handoff_blocks import handoff_groups
+from kvactors.vllm.handoff_start import receives, sends, start_handoff
+from kvactors.vllm.handoff_worker import HandoffSide
 from kvactors.vllm.layouts import ModelFacts, group_kind, model_name, worker_memory
 from kvactors.vllm.loads import may_load_layerwise
+from kvactors.vllm.pins import Pins
 from kvactors.vllm.scheduler import SchedulerSide
 from kvactors.vllm.settings import ConnectorSettings
 from kvactors.vllm.stores import lookup_store, worker_store
@@ -32,6 +36,7 @@ try:
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
     from kvactors.vllm.events import ConnectorEvents, EventTeller
+    from kvactors.vllm.handoff_scheduler import HandoffScheduler, refuse_all
     from kvactors.vllm.messages import Handshake, StepPlan, WorkerReport
     from kvactors.vllm.stats import Collector, ConnectorPromMetrics, ConnectorStats, build_prom_metrics
 except ImportError as error:
@@ -75,10 +80,37 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
         self._teller: EventTeller | None = None
         self._ascend: AscendLayers | None = None
         self._stored: ConnectorEvents | None = None
+        self._role_name = str(transfer.kv_role)
+        self._hands_over = self.settings.hands_over(self._role_name)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._handing: HandoffScheduler | None = None
+        self._handoff: HandoffSide | None = None
+        self._pins = Pins(MonotonicClock())
+        self._late = WorkerReport()
+        """blocks that a hand-off which failed may still write, to be reported"""
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = self._new_scheduler(vllm_config, kv_cache_config)
+            if self.settings.stores:
+                self._scheduler = self._new_scheduler(vllm_config, kv_cache_config)
+                self._pins = self._scheduler.pins
+            if self._hands_over:
+                self._handing = self._new_handing(kv_cache_config)
+
+    def _new_handing(self, kv_cache_config: KVCacheConfig) -> HandoffScheduler | None:
+        try:
+            groups = handoff_groups(kv_cache_config)
+        except LayoutError as error:
+            if self.settings.must_hand_over:
+                raise ConfigError(f"the prefill/decode hand-off cannot be started: {error}") from error
+            return None  # its workers say so
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        return HandoffScheduler(
+            groups,
+            hash_tokens=self._hash_tokens,
+            sends=sends(self._role_name),
+            receives=receives(self._role_name),
+            replays=any(getattr(spec, "prefix_replay_tokens", 0) for spec in specs),
+        )
 
     def _new_scheduler(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerSide:
         groups = [kv_cache_config.kv_cache_groups[g] for g in kv_cache_config.prefix_cacheable_group_ids]
@@ -88,7 +120,7 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
             self.settings,
             MonotonicClock(),
             lookup_store(self.settings),
-            role=str(self._kv_transfer_config.kv_role),
+            role=self._role_name,
             layerwise=may_load_layerwise(
                 kinds,
                 self.settings,
@@ -131,6 +163,17 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
             pp_size=parallel.pipeline_parallel_size,
             pp_rank=pp.rank_in_group,
         )
+        rank = facts.pp_rank * facts.tp_size + facts.tp_rank
+        self._collector = Collector(rank)
+        if self.settings.stores:
+            self._start_storing(kv_caches, facts, rank)
+        if self._hands_over:
+            stored = None if self._worker is None else self._worker.memory
+            self._handoff = start_handoff(config, self._kv_cache_config, kv_caches, facts, self.settings, stored)
+
+    def _start_storing(self, kv_caches: dict[str, torch.Tensor], facts: ModelFacts, rank: int) -> None:
+        config = self._vllm_config
+        modules = config.compilation_config.static_forward_context
         memory = worker_memory(self._kv_cache_config, kv_caches, facts, self.settings.namespace)
         reporting = {name for name in memory.names if _reports(modules.get(name))}
         devices = devices_for(device_type(config))
@@ -149,16 +192,21 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
         )
         if device_type(config) == "npu":
             self._ascend = ascend_layers(self._worker, devices, memory.names, reporting)
-        rank = facts.pp_rank * facts.tp_size + facts.tp_rank
-        self._collector = Collector(rank)
         self._teller = EventTeller(self._kv_cache_config, memory.layout, self._hash_tokens, rank)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        if self._worker is None:
+        if self._worker is not None:
+            layout, reports = self._worker.memory.layout, self._worker.hooks.all_report
+        elif self._handoff is not None:
+            layout, reports = self._handoff.layout, True
+        else:
             return None
-        return Handshake(self._worker.memory.layout, self._hash_tokens, self._worker.hooks.all_report)
+        return Handshake(layout, self._hash_tokens, reports, hands_over=self._handoff is not None)
 
     def shutdown(self) -> None:
+        handoff, self._handoff = self._handoff, None
+        if handoff is not None:  # before the caches that it writes to are gone
+            handoff.close()
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
@@ -169,6 +217,8 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
+        if self._handoff is not None and isinstance(connector_metadata, StepPlan):
+            self._handoff.begin(connector_metadata.handoff, runs=connector_metadata.runs)
         if self._worker is not None and isinstance(connector_metadata, StepPlan):
             self._worker.begin(connector_metadata)
             if self._ascend is not None and connector_metadata.runs:
@@ -176,6 +226,8 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002 - vLLM's interface
         plan = self._connector_metadata
+        if self._handoff is not None:
+            self._handoff.start_loads()
         if self._worker is not None and isinstance(plan, StepPlan):
             self._worker.start_loads(plan)
 
@@ -203,17 +255,25 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         over, failed = self.worker_side.finished_loads() if self._worker is not None else (set(), set())
-        return KVConnectorTransferResults(finished_recving=over, failed_recving=failed)
+        sent: set[str] = set()
+        if self._handoff is not None:
+            sent, received, lost = self._handoff.finished(self._late)
+            over, failed = over | received, failed | lost
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=over, failed_recving=failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.get_transfer_results(finished_req_ids)
-        return None, results.finished_recving or None
+        return results.finished_sending or None, results.finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.invalid_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return None if self._worker is None else self._worker.report()
+        mine, self._late = self._late, WorkerReport()
+        stored = None if self._worker is None else self._worker.report()
+        if stored is not None and mine:
+            return stored.aggregate(mine)
+        return stored or mine or None
 
     def get_kv_connector_kv_cache_events(self) -> ConnectorEvents | None:
         if self._worker is None or self._teller is None or not self._events_wanted:
@@ -225,11 +285,15 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         if self._scheduler is not None:
             return self._collector.collect(None, self._scheduler.totals())
-        if self._worker is None or not (self._worker.take_moved() or not self._collector.at_rest):
+        moved = self._handoff is not None and self._handoff.take_moved()
+        handed = {} if self._handoff is None else self._handoff.totals()
+        if self._worker is None:
+            return self._collector.collect(None, handed) if moved else None
+        if not (self._worker.take_moved() or moved or not self._collector.at_rest):
             return None
         engine = self._worker.engine
         now = engine.stats()
-        return self._collector.collect(now, self._worker.totals(), now.queued, engine.pending_saves)
+        return self._collector.collect(now, self._worker.totals() | handed, now.queued, engine.pending_saves)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
@@ -249,39 +313,71 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A store is a cache: a save that is lost is a miss later, and nobody waits for it."""
-        return False
+        """A store is a cache: a save that is lost is a miss later, and nobody waits for it. Decode does wait for a hand-off."""
+        return self._hands_over and sends(self._role_name)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
         handshakes = {at: m for at, m in metadata.items() if isinstance(m, Handshake)}
         if not handshakes:
             log.error("no worker published its layout (another connector's did?); nothing is loaded and nothing saved")
             return
-        self.scheduler_side.connect(handshakes)
-        self._stored = ConnectorEvents(self.scheduler_side.storing_ranks)
+        if self._scheduler is not None:
+            self._scheduler.connect(handshakes)
+            self._stored = ConnectorEvents(self._scheduler.storing_ranks)
+        if self._handing is not None and not all(shake.hands_over for shake in handshakes.values()):
+            log.warning("not every worker could start the hand-off: there is none")
+            self._handing = None
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): m for rank, m in metadata.items()})
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self.scheduler_side.pins.pool = gpu_block_pool
+        self._pins.pool = gpu_block_pool
 
     def on_new_request(self, request: Request) -> None:
-        self.scheduler_side.arrived(request)
+        if self._handing is None:
+            refuse_all(request)
+        else:
+            self._handing.arrived(request)  # first: what is cut here is not looked up
+            if self._handing.expects(request):
+                return
+        if self._scheduler is not None:
+            self._scheduler.arrived(request)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        if self._handing is not None and self._handing.loads(request):
+            return tuple(self._kv_cache_config.transfer_group_ids)
+        return tuple(super().get_loaded_kv_cache_group_ids(request))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self.scheduler_side.matched(request, num_computed_tokens)
+        if self._handing is not None and (found := self._handing.matched(request, num_computed_tokens)) is not None:
+            return found
+        return (0, False) if self._scheduler is None else self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        self.scheduler_side.allocated(request, blocks, num_external_tokens)
+        handed = self._handing is not None and self._handing.allocated(request, blocks, num_external_tokens)
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks, 0 if handed else num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self.scheduler_side.plan(scheduler_output)
+        if self._scheduler is not None:
+            plan = self._scheduler.plan(scheduler_output)
+        else:
+            plan = StepPlan(runs=scheduler_output.total_num_scheduled_tokens > 0)
+        if self._handing is not None:
+            plan.handoff = self._handing.plan()
+        return plan
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
         report = meta if isinstance(meta, WorkerReport) else None
-        self.scheduler_side.reported(report, connector_output.finished_recving or ())
+        received = connector_output.finished_recving or ()
+        if self._handing is not None:
+            self._handing.reported(received, connector_output.finished_sending or ())
+        if self._scheduler is not None:
+            self._scheduler.reported(report, received)
+        elif report is not None:
+            self._pins.update(report.held, report.returned)
         if self._stored is not None and connector_output.kv_cache_events is not None:
             self._stored.merge_from(connector_output.kv_cache_events)
 
@@ -290,10 +386,11 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
 
     def request_finished_all_groups(
         self,
-        request: Request,  # noqa: ARG002 - vLLM's interface
-        block_ids: tuple[list[int], ...],  # noqa: ARG002 - vLLM's interface
+        request: Request,
+        block_ids: tuple[list[int], ...],
     ) -> tuple[bool, dict[str, Any] | None]:
-        return False, None  # its saves were over when its last step ended
+        """Its saves were over when its last step ended; what decode is to fetch is kept until it was."""
+        return self._handing is not None and self._handing.finished(request, block_ids), None
 
     def reset_cache(self) -> bool | None:
         """After a change of weights, or before sleep: nothing that was saved until now is found any more."""
@@ -303,7 +400,7 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
         return True
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.busy
+        return self._pins.busy or (self._handing is not None and self._handing.busy)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

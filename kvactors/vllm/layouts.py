@@ -144,13 +144,19 @@ def _heads(kind: GroupKind, specs: Sequence[Any], facts: ModelFacts) -> int | No
     return facts.kv_heads if usual else None
 
 
-def worker_memory(config: Any, caches: Caches, facts: ModelFacts, namespace: str = "") -> WorkerMemory:
+def worker_memory(
+    config: Any, caches: Caches, facts: ModelFacts, namespace: str = "", group_ids: Sequence[int] | None = None
+) -> WorkerMemory:
     """The layout of a worker's registered caches.
+
+    Args:
+        group_ids: of the groups to lay out; None = those that can be stored.
 
     Raises:
         LayoutError: a cache cannot be laid out; names group and layer.
     """
-    here = [name for g in config.prefix_cacheable_group_ids for name in config.kv_cache_groups[g].layer_names if name in caches]
+    chosen = config.prefix_cacheable_group_ids if group_ids is None else group_ids
+    here = [name for g in chosen for name in config.kv_cache_groups[g].layer_names if name in caches]
     if not here:
         raise LayoutError("no registered cache belongs to a cache group that can be stored; is the model loaded?")
     names = cache_names(here, facts.hidden_layers)
@@ -158,7 +164,7 @@ def worker_memory(config: Any, caches: Caches, facts: ModelFacts, namespace: str
     bases: dict[tuple[int, int, str], int] = {}
     used: dict[str, CacheName] = {}
     tensors: list[Tensor] = []
-    for number in config.prefix_cacheable_group_ids:
+    for number in chosen:
         group = config.kv_cache_groups[number]
         views: dict[int, dict[str, Tensor]] = {}
         seen: set[tuple[int, ...]] = set()

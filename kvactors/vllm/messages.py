@@ -18,6 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvactors.core.layout import KVLayout
 from kvactors.core.steps import GroupBlocks
+from kvactors.disagg.blocks import RequestBlocks
+from kvactors.disagg.messages import Source
 from kvactors.errors import LayoutError
 
 
@@ -78,6 +80,48 @@ class LoadPlan:
 
 
 @dataclass(slots=True)
+class HeldPrefill:
+    """A request that prefill has computed; its blocks are held until the hand-off is over."""
+
+    transfer_id: str
+    request_id: str
+    blocks: RequestBlocks
+
+
+@dataclass(slots=True)
+class Pull:
+    """A request that decode wants from its prefill. `name`: its own, also if vLLM uses the request's id again; without ids of
+    blocks, prefill is only to free its own, and nothing is reported."""
+
+    name: str
+    request_id: str
+    source: Source
+    blocks: RequestBlocks
+
+
+@dataclass(slots=True)
+class HandoffPlan:
+    """A step's part of the hand-off.
+
+    Attributes:
+        requests: transfer ids of requests that came to prefill.
+        prefilled: those that are computed.
+        cancelled: transfer ids of those that ended otherwise, and why.
+        pulls: what decode wants.
+        given_up: names of pulls whose requests are aborted, and why.
+    """
+
+    requests: list[str] = field(default_factory=list)
+    prefilled: list[HeldPrefill] = field(default_factory=list)
+    cancelled: list[tuple[str, str]] = field(default_factory=list)
+    pulls: list[Pull] = field(default_factory=list)
+    given_up: list[tuple[str, str]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return any((self.requests, self.prefilled, self.cancelled, self.pulls, self.given_up))
+
+
+@dataclass(slots=True)
 class StepPlan(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
     """Scheduler to workers, each step.
 
@@ -86,12 +130,14 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
         loads: loads between steps that start with this one.
         ended: lives whose memory goes.
         runs: whether the step computes anything; an empty step has no layers.
+        handoff: what is handed over between prefill and decode.
     """
 
     requests: list[RequestPlan] = field(default_factory=list)
     loads: list[LoadPlan] = field(default_factory=list)
     ended: list[Life] = field(default_factory=list)
     runs: bool = True
+    handoff: HandoffPlan = field(default_factory=HandoffPlan)
 
 
 @dataclass(slots=True)
@@ -104,8 +150,8 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc, unused-igno
         tainted: lives that recovered by themselves, but whose saves are over.
         unsaved: lives of which a step was to save something, and did not.
         lost: local blocks that hold wrong bytes, and that vLLM may have noted as computed.
-        held, returned: local blocks that a late store call may still write, and those that it no longer can; one count per
-            rank and call.
+        held, returned: local blocks that a late store call, or a late hand-off, may still write, and those that it no longer
+            can; one count per rank and call.
     """
 
     failed: dict[Life, int] = field(default_factory=dict)
@@ -143,6 +189,7 @@ class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc, unused-igno
         layout: of its stage.
         hash_tokens: tokens per fine hash.
         process: the worker's.
+        hands_over: whether it takes part in hand-offs between prefill and decode.
         all_report: whether vLLM says of every cache, before it is read, that it will be; else no load may run inside a step.
     """
 
@@ -150,6 +197,7 @@ class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc, unused-igno
     hash_tokens: int
     all_report: bool = True
     process: int = field(default_factory=os.getpid)
+    hands_over: bool = False
 
 
 def one_layout_per_stage(handshakes: Mapping[tuple[int, int], Handshake]) -> list[KVLayout]:

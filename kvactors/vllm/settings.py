@@ -18,6 +18,9 @@ from kvactors.stores.sizes import parse_size
 
 PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
 
+NO_STORE = "none"
+"""The backend that is none."""
+
 WHERE = "kv_connector_extra_config"
 
 
@@ -26,7 +29,8 @@ class ConnectorSettings:
     """What a user may set; docs/vllm.md has the same table.
 
     Attributes:
-        backend: "mooncake" (a pool that processes share), or "memory" (a store in this process, for one worker).
+        backend: "mooncake" (a pool that processes share), "memory" (a store in this process, for one worker), or "none" (no
+            store, nothing but the prefill/decode hand-off).
         use_layerwise: load layer by layer inside the forward pass; None = where one attention group allows it.
         load_async: True = never load inside the forward pass.
         layerwise_prefetch_layers: how many layers with loads are read ahead of the compute; 0 = on demand.
@@ -39,15 +43,24 @@ class ConnectorSettings:
         load_min_tokens: load only what saves at least so many tokens of prefill.
         load_deadline_s: a load that takes longer is given up; its request recomputes (or fails, by vLLM's policy).
         lookup_budget_s: how long all lookups of one scheduling step may hold it up, seconds.
-        abort_timeout_s: for prefill/decode hand-off.
-        mooncake_protocol: goes before the `protocol` of Mooncake's configuration file.
+        abort_timeout_s: how long prefill keeps the blocks of a hand-off that nobody fetches, seconds.
+        mooncake_protocol: goes before the `protocol` of Mooncake's configuration file; for the hand-off unset is "tcp" on a CPU
+            and "rdma" on other devices.
         memory_capacity: size of the "memory" store, bytes or text such as "4GB".
         allow_unvalidated: go on with graph modes and attention backends that nobody has validated.
         prefill_pp_size: pipeline stages of the instances that save; must be this instance's own.
         prefill_tp_size, decode_tp_size: TP ranks of the instances that share the pool; must be this instance's own.
+        handoff: whether requests are handed from prefill to decode; None = with roles kv_producer and kv_consumer, if it can be
+            started.
+        handoff_host: address of this machine for peers; one that other machines reach has to be given.
+        handoff_deadline_s: how long decode waits for a hand-off before its request recomputes (or fails, by vLLM's policy),
+            seconds; None = `abort_timeout_s`.
+        bootstrap_port: of the registry in which decode finds prefill workers; None = VLLM_MOONCAKE_BOOTSTRAP_PORT, else 8998.
+        bootstrap_server_address: "host:port" of a registry that is there already; then none is started.
+        device_name: network device for RDMA; "" = Mooncake chooses.
     """
 
-    backend: Literal["mooncake", "memory"] = "mooncake"
+    backend: Literal["mooncake", "memory", "none"] = "mooncake"
     use_layerwise: bool | None = None
     load_async: bool | None = None
     layerwise_prefetch_layers: int = 2
@@ -68,6 +81,12 @@ class ConnectorSettings:
     prefill_pp_size: int | None = None
     prefill_tp_size: int | None = None
     decode_tp_size: int | None = None
+    handoff: bool | None = None
+    handoff_host: str = "127.0.0.1"
+    handoff_deadline_s: float | None = None
+    bootstrap_port: int | None = None
+    bootstrap_server_address: str = ""
+    device_name: str = ""
 
     @classmethod
     def of(cls, extra: Mapping[str, Any] | None) -> ConnectorSettings:
@@ -86,6 +105,8 @@ class ConnectorSettings:
                     values[key] = check(given[key])
                 except (ValueError, TypeError) as error:
                     problems.append(f"{key} = {given[key]!r}: {error}")
+        if values.get("backend") == NO_STORE and values.get("handoff") is False:
+            problems.append("backend 'none' with handoff = false: nothing would be left to do; start without the connector")
         if problems:
             raise ConfigError(f"{WHERE}: {'; '.join(problems)}")
         return cls(**values)
@@ -105,6 +126,20 @@ class ConnectorSettings:
     def saves(self, role: str) -> bool:
         """Whether an instance of this role puts anything into the store."""
         return role != CONSUMER or self.consumer_is_to_put
+
+    @property
+    def stores(self) -> bool:
+        """Whether there is a store."""
+        return self.backend != NO_STORE
+
+    @property
+    def must_hand_over(self) -> bool:
+        """Whether a hand-off that cannot be started is an error, rather than a warning."""
+        return bool(self.handoff) or not self.stores
+
+    def hands_over(self, role: str) -> bool:
+        """Whether an instance of this role tries to hand requests over, or to take them."""
+        return self.must_hand_over or (self.handoff is None and role in (PRODUCER, CONSUMER))
 
 
 WITHOUT_EFFECT: Mapping[str, str] = {
@@ -186,9 +221,47 @@ def _size(value: Any) -> int:
 
 def _backend(value: Any) -> str:
     name = _text(value).lower()
-    if name not in ("mooncake", "memory"):
-        raise ValueError("must be 'mooncake' or 'memory'")
+    if name not in ("mooncake", "memory", NO_STORE):
+        raise ValueError("must be 'mooncake', 'memory' or 'none'")
     return name
+
+
+def _seconds_or_none(value: Any) -> float | None:
+    return None if value is None else _seconds(value)
+
+
+def _host(value: Any) -> str:
+    text = _text(value)
+    if not text or any(c.isspace() or c == "/" for c in text):
+        raise ValueError("must be the name or address of a host, without a port")
+    return text
+
+
+def _port(value: Any) -> int | None:
+    port = _positive(value)
+    if port is not None and port > 65535:
+        raise ValueError("must be a port, from 1 to 65535")
+    return port
+
+
+def _address(value: Any) -> str:
+    text = _text(value)
+    if text:
+        split_address(text)
+    return text
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Host and port of "host:port"; an IPv6 host stands in brackets.
+
+    Raises:
+        ValueError: it is not made like that.
+    """
+    host, colon, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if not (colon and bare and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        raise ValueError("must be host:port, such as 10.0.0.1:8998")
+    return _host(bare), int(port)
 
 
 _CHECKS: Mapping[str, Callable[[Any], Any]] = {
@@ -213,6 +286,12 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "prefill_pp_size": _positive,
     "prefill_tp_size": _positive,
     "decode_tp_size": _positive,
+    "handoff": _flag_or_none,
+    "handoff_host": _host,
+    "handoff_deadline_s": _seconds_or_none,
+    "bootstrap_port": _port,
+    "bootstrap_server_address": _address,
+    "device_name": _text,
 }
 
 assert set(_CHECKS) == {f.name for f in fields(ConnectorSettings)}

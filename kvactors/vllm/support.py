@@ -42,7 +42,7 @@ def require_supported(vllm_config: Any, kv_cache_config: Any, settings: Connecto
         ConfigError: names all that stands against it.
     """
     problems = [
-        *_of_caches(kv_cache_config),
+        *_of_caches(kv_cache_config, settings),
         *_of_parallelism(vllm_config.parallel_config, settings),
         *_of_the_device(vllm_config),
         *_of_settings(vllm_config, kv_cache_config, settings),
@@ -62,12 +62,12 @@ def inner_specs(spec: Any) -> list[Any]:
     return list(inner.values()) if inner else [spec]
 
 
-def _of_caches(config: Any) -> Iterator[str]:
+def _of_caches(config: Any, settings: ConnectorSettings) -> Iterator[str]:
     groups = getattr(config, "kv_cache_groups", None)
     if not groups:
         yield "the model has no kv_cache_groups, so there is nothing to store; start without the connector"
         return
-    ids = config.prefix_cacheable_group_ids
+    ids = config.prefix_cacheable_group_ids if settings.stores else config.transfer_group_ids
     if not ids:
         yield "none of its cache groups can be found again by a hash of tokens; start without the connector"
     for number in ids:
@@ -92,6 +92,8 @@ def _of_parallelism(parallel: Any, settings: ConnectorSettings) -> Iterator[str]
             yield f"{what} ({name}={size}): it shards the tokens of a block over ranks; set it to 1"
     if getattr(parallel, "use_ubatching", False):
         yield "micro-batches (DBO): a layer reports before all of its requests are computed; start without --enable-dbo"
+    if not settings.stores:
+        return  # workers tell each other their sizes when they meet
     for key in ("prefill_tp_size", "decode_tp_size"):
         ranks = getattr(settings, key)
         if ranks is not None and ranks != parallel.tensor_parallel_size:

@@ -41,13 +41,20 @@ def test_what_nobody_sets_has_the_documented_defaults() -> None:
         "prefill_pp_size": None,
         "prefill_tp_size": None,
         "decode_tp_size": None,
+        "handoff": None,
+        "handoff_host": "127.0.0.1",
+        "handoff_deadline_s": None,
+        "bootstrap_port": None,
+        "bootstrap_server_address": "",
+        "device_name": "",
     }
 
 
 GOOD: list[tuple[str, Any, Any]] = [
     ("backend", "memory", "memory"),
     ("backend", "Mooncake", "mooncake"),
-    *[(key, value, value) for key in ("use_layerwise", "load_async") for value in (None, True, False)],
+    ("backend", "none", "none"),
+    *[(key, value, value) for key in ("use_layerwise", "load_async", "handoff") for value in (None, True, False)],
     *[(key, value, value) for key in FLAGS for value in (True, False)],
     *[(key, value, value) for key in COUNTS for value in (0, 1, 1 << 40)],
     *[(key, "64", 64) for key in (*COUNTS, *SIZES)],  # AscendStoreConnector takes numbers as text
@@ -59,6 +66,11 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("memory_capacity", 4096, 4096),
     ("memory_capacity", "16 MB", 16777216),
     ("memory_capacity", "1.5GB", 1610612736),
+    *[("handoff_host", value, value) for value in ("10.0.0.2", "::1", "node-7")],
+    *[("handoff_deadline_s", given, taken) for given, taken in ((None, None), (30, 30.0))],
+    *[("bootstrap_port", given, taken) for given, taken in ((None, None), (8998, 8998), ("65535", 65535))],
+    *[("bootstrap_server_address", value, value) for value in ("", "10.0.0.1:8998", "[::1]:1")],
+    ("device_name", "mlx5_0", "mlx5_0"),
 ]
 
 
@@ -71,7 +83,7 @@ def test_a_good_value_is_taken(key: str, given: Any, taken: Any) -> None:
 
 BAD: list[tuple[str, Any]] = [
     *[("backend", value) for value in ("yuanrong", "", 1, None)],
-    *[(key, value) for key in ("use_layerwise", "load_async") for value in ("true", 1, 0)],
+    *[(key, value) for key in ("use_layerwise", "load_async", "handoff") for value in ("true", 1, 0)],
     *[(key, value) for key in FLAGS for value in ("false", 1, 0, None)],
     *[(key, value) for key in COUNTS for value in (-1, 1.5, "-1", "1.5", "many", "", "²", True, None, "9" * 5000)],
     *[(key, value) for key in SIZES for value in (0, -1, "0", 1.5, True)],
@@ -79,6 +91,11 @@ BAD: list[tuple[str, Any]] = [
     *[("namespace", value) for value in (None, 5)],
     *[("mooncake_protocol", value) for value in (None, True)],
     *[("memory_capacity", value) for value in ("-5", -5, "50%", "10XB", None, True, 1.5)],
+    *[("handoff_host", value) for value in ("", None, "a b", "http://node")],
+    *[("handoff_deadline_s", value) for value in (0, -1, "30")],
+    *[("bootstrap_port", value) for value in (0, -1, 65536, "http", True)],
+    *[("bootstrap_server_address", value) for value in ("node", "node:", ":8998", "node:0", "node:65536", None)],
+    *[("device_name", value) for value in (None, 5)],
 ]
 
 
@@ -157,6 +174,11 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
     assert "load_min_tokens" not in str(error.value)
 
 
+def test_no_store_and_no_handoff_is_nothing() -> None:
+    with pytest.raises(ConfigError, match="nothing would be left to do"):
+        ConnectorSettings.of({"backend": "none", "handoff": False})
+
+
 # -- what follows from them --------------------------------------------------------------------------------------------
 
 
@@ -182,3 +204,21 @@ def test_the_layerwise_limits_are_the_engines() -> None:
         {"layerwise_prefetch_layers": 0, "layerwise_max_transfer_blocks": 7, "layerwise_max_transfer_bytes": 0}
     ).engine()
     assert (engine.prefetch_layers, engine.max_transfer_blocks, engine.max_transfer_bytes) == (0, 7, 0)
+
+
+@pytest.mark.parametrize(
+    ("role", "given", "tries", "must"),
+    [
+        (PRODUCER, {}, True, False),
+        (CONSUMER, {}, True, False),
+        (BOTH, {}, False, False),
+        (BOTH, {"handoff": True}, True, True),
+        (PRODUCER, {"handoff": True}, True, True),
+        (PRODUCER, {"handoff": False}, False, False),
+        (BOTH, {"backend": "none"}, True, True),
+        (CONSUMER, {"backend": "none"}, True, True),
+    ],
+)
+def test_who_hands_over(role: str, given: dict[str, Any], tries: bool, must: bool) -> None:
+    settings = ConnectorSettings.of(given)
+    assert (settings.hands_over(role), settings.must_hand_over) == (tries, must)
