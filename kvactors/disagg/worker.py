@@ -117,6 +117,7 @@ class HandoffWorker:
         self._receiver = ReceiverActor(hello, _connect, _query, clock, self._outcome, config.deadline_s) if receives else None
         self.bootstrap = ""
         """address of the bootstrap server, for those that tell decode where prefill is"""
+        self._links: LinkServer | None = None
         self._dead = ""
         self._started = threading.Event()
         self._failed: BaseException | None = None
@@ -215,8 +216,16 @@ class HandoffWorker:
         finally:
             self._dead = self._dead or "the hand-off has ended"
             self._started.set()
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._end_tasks()
             self._loop.close()
+
+    def _end_tasks(self) -> None:
+        """What a failed start left behind."""
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
     async def _serve(self) -> None:
         self._closing = asyncio.Event()
@@ -241,15 +250,19 @@ class HandoffWorker:
             await actor.run()
         except Exception as error:
             self._dead = f"the {actor.name} crashed: {error!r}"
-            log.error("an actor of the hand-off crashed", actor=actor.name, error=repr(error), message=repr(actor.current))
+            log.error(
+                "an actor of the hand-off crashed", actor=actor.name, error=repr(error), message=type(actor.current).__name__
+            )
             await actor.collapse(self._dead)
+            if isinstance(actor, SenderActor) and self._links is not None:
+                await self._links.stop()  # decode finds nobody here, and knows that nothing follows
 
     async def _listen(self, sender: SenderActor, ends: contextlib.AsyncExitStack) -> Coroutine[Any, Any, None]:
         """Listens for links and, if it is this worker's task, for questions; returns what keeps it registered."""
         config = self._config
-        links = LinkServer(sender.serve, config.host, public=config.public)
-        address = await links.start()
-        ends.push_async_callback(links.stop)
+        self._links = LinkServer(sender.serve, config.host, public=config.public)
+        address = await self._links.start()
+        ends.push_async_callback(self._links.stop)
         host, port = config.bootstrap
         self.bootstrap = f"http://{host}:{port}"
         if config.serve_bootstrap:
