@@ -170,8 +170,11 @@ class SimTransport:
             world.copy(self._owner, memory, *row)
         if not fails:
             return
-        for row in rows[cut : cut + 2]:  # on their way when it failed
-            late = rng.random() * GRACE_S * 0.9
+        for row in rows[cut : cut + 2]:  # on their way when it failed, or when its writer died
+            since = world.loop.now() - world.died_at.get(self._owner, world.loop.now())
+            late = rng.random() * GRACE_S * 0.9 - since
+            if late < 0:
+                continue
             asyncio.get_running_loop().call_later(late, world.copy, self._owner, memory, *row, True)
         raise TransferFailedError("drawn")
 
@@ -190,6 +193,7 @@ class World:
         self.network = MemoryNetwork(rng, most_delay_s=rng.choice([0.001, 0.1]))
         self.dead: set[str] = set()
         self.dead_prefill: set[Worker] = set()
+        self.died_at: dict[Worker, float] = {}
         self.writes: set[asyncio.Future[None]] = set()
         self.problems: list[str] = []
         self.jobs: dict[str, Job] = {}
@@ -501,6 +505,7 @@ async def _disaster(world: World) -> None:
         network.thaw(address)
     elif what == "kill p":
         world.dead_prefill.add(w)
+        world.died_at[w] = world.loop.now()
         network.kill(address)
     else:
         world.dead.add(address)
