@@ -26,6 +26,8 @@ MOST_ANSWER_BYTES = 16 << 20
 """What a client reads of an answer: 65,536 workers, some 200 bytes each."""
 BODY_S = 10.0
 """How long a client may take to send its body."""
+STOP_S = 1.0
+"""What requests under way get to end when the server stops."""
 FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0
 """Between attempts to register: doubled each time."""
 
@@ -60,7 +62,7 @@ class BootstrapServer:
         app = web.Application(client_max_size=MOST_BODY_BYTES)
         app.router.add_post("/register", self._register)
         app.router.add_get("/query", self._query)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_S)
         await self._runner.setup()
         await web.SockSite(self._runner, sock, backlog=1024).start()
         return f"http://{authority(self._host, sock.getsockname()[1])}"
