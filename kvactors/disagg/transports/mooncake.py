@@ -21,10 +21,10 @@ import time
 from collections import OrderedDict
 
 from kvactors.disagg.descriptors import Descriptors
-from kvactors.disagg.transports.counts import WriteCounts
 from kvactors.disagg.transports.native import NativeEngine, transfer_engine_class
 from kvactors.disagg.transports.writer import Job, PeerWriter
-from kvactors.errors import KVActorsError, StoreError, TransferFailedError, TransferPlanError, UnregisteredMemoryError
+from kvactors.disagg.transports.writing import WriteCounts, require_writable, to_its_end
+from kvactors.errors import KVActorsError, StoreError, TransferFailedError
 from kvactors.log import get_logger
 from kvactors.stores.regions import Regions
 
@@ -82,20 +82,10 @@ class MooncakeTransport:
             UnregisteredMemoryError: a source is not registered; nothing was sent.
             TransferPlanError: the arrays do not fit each other, or a size is below 1; nothing was sent.
         """
-        began = time.monotonic()
-        try:
-            self._check(descriptors)
+        with self.counts.counting(descriptors, time.monotonic):
+            require_writable(descriptors, self._regions)
             if len(descriptors):
                 await self._write(memory, descriptors)
-        except BaseException:
-            self.counts.failures += 1
-            raise
-        else:
-            self.counts.writes += 1
-            self.counts.descriptors += len(descriptors)
-            self.counts.nbytes += descriptors.total_bytes
-        finally:
-            self.counts.seconds += time.monotonic() - began
 
     async def _write(self, memory: str, descriptors: Descriptors) -> None:
         loop = asyncio.get_running_loop()
@@ -113,20 +103,13 @@ class MooncakeTransport:
                 raise TransferFailedError("the transport was closed; nothing was sent")
             self._writer(memory).add(job)
             self._jobs.add(job)
-        cancelled: asyncio.CancelledError | None = None
         try:
-            while not ended.done():
-                try:
-                    await asyncio.shield(ended)
-                except asyncio.CancelledError as error:
-                    job.stop, cancelled = True, error
+            failed = await to_its_end(ended, job.end_soon)
         finally:
             with self._lock:
                 self._jobs.discard(job)
             self.counts.retries += job.retries
-        if cancelled is not None:
-            raise cancelled
-        if (failed := ended.result()) is not None:
+        if failed is not None:
             raise failed
 
     async def forget(self, memory: str) -> None:
@@ -148,7 +131,7 @@ class MooncakeTransport:
             writers = list(self._writers.values())
             self._writers.clear()
             for job in self._jobs:
-                job.stop = True
+                job.end_soon()
         for writer in writers:
             writer.end()
         deadline = time.monotonic() + self._close_deadline_s
@@ -156,18 +139,6 @@ class MooncakeTransport:
             if not writer.ended.wait(max(0.0, deadline - time.monotonic())):
                 log.warning("closed while a native write is under way", memory=writer.memory)
         self._receiver.end()
-
-    def _check(self, descriptors: Descriptors) -> None:
-        src, dst, nbytes = descriptors.src, descriptors.dst, descriptors.nbytes
-        if not len(src) == len(dst) == len(nbytes):
-            raise TransferPlanError(f"descriptors of {len(src)}, {len(dst)} and {len(nbytes)}: give one of each")
-        if len(nbytes) and int(nbytes.min()) < 1:
-            raise TransferPlanError(f"a descriptor of {int(nbytes.min())} bytes: leave empty ones out")
-        if not bool(self._regions.cover(src[None, :], nbytes)[0]):
-            at = next(i for i in range(len(src)) if not self._regions.cover(src[i : i + 1, None], nbytes[i : i + 1])[0])
-            raise UnregisteredMemoryError(
-                f"descriptor {at}: {int(nbytes[at])} bytes at {int(src[at]):#x} are not registered; register the memory first"
-            )
 
     def _require_open(self, what: str) -> None:
         if self._closed:

@@ -10,8 +10,8 @@ What was measured of Mooncake 0.3.13 over TCP, and what is done about it:
 * A call spins: it takes a whole core until it is answered. The interpreter lock is not held meanwhile.
 * 2048 ranges under way to one peer are the most; those beyond 1024 fail if they are not begun within a second.
 * The source need not be registered with the engine that sends; the destination must be, within one region.
-* It listens on two ports on all interfaces, whatever host it is given, and takes any host and any protocol: where it has not the
-  protocol, or no device for it, it goes by TCP.
+* It listens on two ports on all interfaces, whatever host it is given, and takes any host and any protocol: where it has
+  not the protocol, or no device for it, it goes by TCP.
 
 Environment variables that matter, all read when an engine is made: `MC_TRANSFER_TIMEOUT` (seconds, 30, at least 5) is how long
 a call waits for a frozen peer, plus one nanosecond a byte; `MC_TCP_LANES_PER_PEER` (4) connections;

@@ -44,7 +44,6 @@ class Job:
         told: called once from the writer's thread, with the error or None, when nothing more is sent.
 
     Attributes:
-        stop: set from any thread: no further call is begun.
         retries: calls that were made twice.
     """
 
@@ -52,6 +51,10 @@ class Job:
         self.descriptors, self.told = descriptors, told
         self.stop = False
         self.retries = 0
+
+    def end_soon(self) -> None:
+        """From any thread: no further native call is begun."""
+        self.stop = True
 
 
 class PeerWriter:

@@ -15,9 +15,9 @@ import pytest
 
 from kvactors.core.store import Addresses
 from kvactors.disagg.descriptors import Descriptors
-from kvactors.disagg.transports.counts import WriteCounts
 from kvactors.disagg.transports.mooncake import MooncakeTransport
 from kvactors.disagg.transports.native import transfer_engine_class
+from kvactors.disagg.transports.writing import WriteCounts
 from kvactors.errors import ConfigError, StoreError, TransferFailedError, TransferPlanError, UnregisteredMemoryError
 from tests.disagg.transports.peer_process import ROOT, PeerProcess
 
@@ -297,7 +297,6 @@ def test_a_process_ends_with_a_write_under_way() -> None:
 import asyncio, sys
 import numpy as np
 from kvactors.disagg.descriptors import Descriptors
-from kvactors.disagg.transports.counts import WriteCounts
 from kvactors.disagg.transports.mooncake import MooncakeTransport
 memory, address = sys.argv[1], int(sys.argv[2])
 source = np.ones(4096, np.uint8)

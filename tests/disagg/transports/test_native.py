@@ -30,7 +30,7 @@ class Refusing:
 def test_an_engine_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, module: object, says: str) -> None:
     if module == "raises":
 
-        def broken(name: str) -> ModuleType:
+        def broken(_: str) -> ModuleType:
             raise ImportError("no such library")
 
         monkeypatch.setattr(native.importlib, "import_module", broken)
