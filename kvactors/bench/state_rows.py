@@ -10,14 +10,17 @@ Criterion: at least 0.8 of the memcpy's rate for rows of 64 KiB and more.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvactors.bench.figures import Answer, Figure, Skipped, Target
 from kvactors.bench.measure import Measured, in_turn, timed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+NAME = "state-rows"
 KIBS = (4, 16, 64, 256, 1024, 4096)
 GATHER, SCATTER, MEMCPY = "gather", "scatter", "memcpy"
 FRESH_GATHER, FRESH_MEMCPY = "gather, fresh", "memcpy, fresh"
@@ -53,6 +56,23 @@ class Row:
             for way in (GATHER, SCATTER, MEMCPY, FRESH_GATHER)
         }
         return {"kib": self.kib, "moved_bytes": self.moved_bytes, "meets": self.meets(), **ways}
+
+
+def answer(rows: Sequence[Row]) -> Answer:
+    """The rows as figures: rates in GB/s beside the memcpy's."""
+    figures = []
+    for row in rows:
+        target = Target(">=", CRITERION) if row.kib >= CRITERION_KIB else None
+        for way, beside, goal in ((GATHER, MEMCPY, target), (SCATTER, MEMCPY, target), (FRESH_GATHER, FRESH_MEMCPY, None)):
+            ours, theirs = (row.moved_bytes / row.measured.median(w) / 1e9 for w in (way, beside))
+            figures.append(Figure(NAME, f"{way}, rows of {row.kib} KiB / {beside}", ours, theirs, "GB/s", goal))
+    return Answer(figures)
+
+
+def check_torch() -> None:
+    """Raises `Skipped` without torch."""
+    if importlib.util.find_spec("torch") is None:
+        raise Skipped("state rows are torch tensors: pip install 'kvactors[torch]'")
 
 
 def run(quick: bool, say: Callable[[str], object]) -> list[Row]:

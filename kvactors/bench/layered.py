@@ -1,0 +1,142 @@
+"""Layer by layer beside whole objects: a simulated forward pass that loads a prefix and saves what it computes.
+
+The bench-only switch lies in the driver here, not in the engine: the same engine, store, settings and calls, in another order.
+
+* layered: on each layer `wait_layer`, compute, `layer_ready`, `checkpoint`.
+* whole: first `wait_layer` of every layer, each followed by a `layer_ready` without saves, which moves the window of the
+  loads on as it does otherwise, so that they run as deep and as parallel; then all the compute; then `layer_ready` of every
+  layer with its saves. That is what a connector does which loads before the forward pass and saves after it.
+
+Time to first token: from `begin_step` to the end of the last layer's compute. Exposed tail: from there until the step has
+ended, when the blocks may be reused. Tokens/s: prompt tokens over both. Each way has a pool of its own, which is as empty in
+each round.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvactors.bench.compute import NumpyCompute
+from kvactors.bench.figures import Answer, Figure, Target
+from kvactors.bench.rig import BLOCK_TOKENS, Rig, arrived, layout_of
+
+NAME = "layered"
+COMPUTE = (0.0, 0.5, 1.0, 2.0)
+"""Compute of a layer, as a multiple of its transfers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """`loaded`, `saved`: blocks; `kib`: of K, and of V, of one block of one layer."""
+
+    layers: int
+    loaded: int
+    saved: int
+    kib: int
+    repeat: int
+
+
+FULL, QUICK = Sizes(32, 64, 32, 128, 9), Sizes(32, 16, 8, 128, 5)
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds of each round."""
+
+    first_token: list[float] = field(default_factory=list)
+    tail: list[float] = field(default_factory=list)
+
+    def medians(self) -> tuple[float, float, float]:
+        """Of first token, tail, and both together."""
+        both = [a + b for a, b in zip(self.first_token, self.tail, strict=True)]
+        return statistics.median(self.first_token), statistics.median(self.tail), statistics.median(both)
+
+
+def measure(sizes: Sizes, say: Callable[[str], object], *, pinned: bool = False) -> Answer:
+    """Both ways in turn, with more and more compute."""
+    work = NumpyCompute()
+    figures: list[Figure] = []
+    with Pass(sizes, work, pinned=pinned) as layered, Pass(sizes, work, pinned=pinned) as whole:
+        layered.run(0, whole=False)
+        first, tail = layered.run(0, whole=False)
+        transfer_s = (first + tail) / sizes.layers
+        for times in COMPUTE:
+            say(f"compute {times:g}x the transfers")
+            calls = work.calls_for(times * transfer_s) if times else 0
+            ours, theirs = Times(), Times()
+            for i in range(sizes.repeat + 1):
+                turn = ((layered, False, ours), (whole, True, theirs))
+                for forward, is_whole, into in turn if i % 2 else turn[::-1]:
+                    first, tail = forward.run(calls, whole=is_whole)
+                    if i:
+                        into.first_token.append(first)
+                        into.tail.append(tail)
+            figures += _figures(times, (sizes.loaded + sizes.saved) * BLOCK_TOKENS, ours, theirs)
+    return Answer(figures)
+
+
+def _figures(times: float, tokens: int, ours: Times, theirs: Times) -> list[Figure]:
+    (first, tail, both), (their_first, their_tail, their_both) = ours.medians(), theirs.medians()
+    case = f"compute {times:g}x the transfers: {{}} / whole objects"
+    faster, more = (Target("<", 1), Target(">", 1)) if times else (None, None)
+    return [
+        Figure(NAME, case.format("time to first token"), first * 1e3, their_first * 1e3, "ms", faster),
+        Figure(NAME, case.format("tokens/s"), tokens / both, tokens / their_both, "tokens/s", more),
+        Figure(NAME, case.format("exposed tail"), tail * 1e3, their_tail * 1e3, "ms", faster),
+    ]
+
+
+class Pass:
+    """Forward passes of one engine over one pool."""
+
+    def __init__(self, sizes: Sizes, work: NumpyCompute, *, pinned: bool = False) -> None:
+        layout = layout_of(1, sizes.layers, sizes.kib << 10)
+        blocks = sizes.loaded + sizes.saved
+        self._rig = Rig(layout, blocks, (layout.object_bytes(0) + 4096) * blocks, pinned=pinned)
+        self._work, self._saved = work, sizes.saved
+        self._ids = {0: list(range(0, blocks, 2)) + list(range(1, blocks, 2))}
+        self._load, self._save = range(sizes.loaded), range(sizes.loaded, blocks)
+        self._prefix = self._rig.fresh(sizes.loaded)
+        request = self._rig.request(self._prefix, self._ids, save=self._load)
+        self._rig.step([request])
+        self._rig.forget([request])
+
+    def __enter__(self) -> Pass:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._rig.__exit__()
+
+    def run(self, calls: int, *, whole: bool) -> tuple[float, float]:
+        """One forward pass with that many calls of compute on each layer. Seconds to the first token, and of the tail."""
+        rig, layers, compute, now = self._rig, self._rig.layers, self._work.run, time.perf_counter
+        fresh = rig.fresh(self._saved)
+        request = rig.request([*self._prefix, *fresh], self._ids, load=self._load, save=self._save)
+        began = now()
+        step = rig.engine.begin_step([request])
+        if whole:
+            for layer in layers:
+                arrived(step, layer)
+                step.layer_ready(layer, save=False)
+            for _ in layers:
+                compute(calls)
+        else:
+            for layer in layers:
+                arrived(step, layer)
+                compute(calls)
+                step.layer_ready(layer)
+                step.checkpoint(layer)
+        token = now()
+        if whole:
+            for layer in layers:
+                step.layer_ready(layer)
+                step.checkpoint(layer)
+        step.end()
+        ended = now()
+        step.settled()
+        rig.forget([request])
+        rig.remove(fresh)
+        return token - began, ended - token
