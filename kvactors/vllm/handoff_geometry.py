@@ -11,7 +11,7 @@ from kvactors.core.layout import Group, GroupKind
 from kvactors.disagg.geometry import WorkerGeometry, worker_geometry
 from kvactors.disagg.regions import TransferRegion, expand_transfer_regions
 from kvactors.errors import LayoutError
-from kvactors.vllm.layouts import Caches, WorkerMemory
+from kvactors.vllm.layouts import Caches, ModelFacts, WorkerMemory, worker_memory
 
 HEADED = frozenset({GroupKind.FULL, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL})
 """Kinds whose caches have heads that ranks share."""
@@ -24,6 +24,13 @@ class Inside(NamedTuple):
 
     kernel_blocks: int = 1
     heads_first: bool = False
+
+
+def transfer_memory(config: Any, caches: Caches, facts: ModelFacts, stored: WorkerMemory | None) -> WorkerMemory:
+    """The layout of the caches that are handed over: what is `stored`, where that is the same."""
+    if stored is not None and tuple(config.transfer_group_ids) == tuple(config.prefix_cacheable_group_ids):
+        return stored
+    return worker_memory(config, caches, facts, group_ids=config.transfer_group_ids)
 
 
 def handoff_geometry(config: Any, caches: Caches, memory: WorkerMemory, tp_rank: int) -> WorkerGeometry:

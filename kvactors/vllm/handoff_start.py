@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.log import get_logger
-from kvactors.vllm.handoff_geometry import handoff_geometry
+from kvactors.vllm.handoff_geometry import handoff_geometry, transfer_memory
 from kvactors.vllm.handoff_worker import HandoffSide
-from kvactors.vllm.layouts import Caches, ModelFacts, WorkerMemory, worker_memory
+from kvactors.vllm.layouts import Caches, ModelFacts, WorkerMemory
 from kvactors.vllm.settings import BOTH, CONSUMER, PRODUCER, ConnectorSettings, split_address
 
 if TYPE_CHECKING:
@@ -29,13 +29,6 @@ def sends(role: str) -> bool:
 def receives(role: str) -> bool:
     """Whether an instance of this role takes requests over."""
     return role in (CONSUMER, BOTH)
-
-
-def transfer_memory(config: Any, caches: Caches, facts: ModelFacts, stored: WorkerMemory | None) -> WorkerMemory:
-    """The layout of the caches that are handed over: what is `stored`, where that is the same."""
-    if stored is not None and tuple(config.transfer_group_ids) == tuple(config.prefix_cacheable_group_ids):
-        return stored
-    return worker_memory(config, caches, facts, group_ids=config.transfer_group_ids)
 
 
 def start_handoff(
