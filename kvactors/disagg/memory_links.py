@@ -73,8 +73,7 @@ class MemoryLink:
                 await self._owner.running.wait()
                 self._check()
                 if self._over:
-                    self._end(self._why)
-                    raise self._error()
+                    raise LinkClosedError(f"the link to {self.peer} has ended: {self._why}")
                 if self.other._waiting < self._room:
                     break
                 await self._wait()
@@ -315,8 +314,10 @@ class MemoryNetwork:
             pass
         except Exception as error:
             self.failures.append(error)
-        finally:
-            link._goodbye("its process is done with it")
+        except asyncio.CancelledError:
+            link._goodbye("the task that served it was cancelled")
+            raise
+        await link.close()
 
     def _process(self, address: str) -> _Process:
         return self._processes.setdefault(address, _Process(address))

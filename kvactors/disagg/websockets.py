@@ -1,7 +1,8 @@
 """Links between workers over WebSockets: `LinkServer` on a prefill worker, `connect` on a decode worker.
 
 A link is one TCP connection. Its end is noticed at once when the other process ends, and within half a minute when its machine
-vanishes (TCP keepalive). Nothing else ends it: a frozen process is not dead, so there are no heartbeats.
+vanishes (TCP keepalive; if it vanishes while a message is on its way, when the kernel gives up sending, after some 15 minutes).
+Nothing else ends it: a frozen process is not dead, so there are no heartbeats.
 Needs aiohttp, the extra `disagg`.
 """
 
@@ -83,6 +84,7 @@ class WebSocketLink:
         """Sends a message; messages arrive in the order of the calls.
 
         Returns when the connection has taken it. Given up (cancelled), the message may still be sent, and the link goes on.
+        Where it fails, `receive` still gives what arrived before the end, which may say why; then `close` the link.
 
         Raises:
             LinkClosedError: the link has ended.
@@ -93,7 +95,8 @@ class WebSocketLink:
         try:
             await self._write(frame)
         except (ConnectionError, RuntimeError, aiohttp.ClientError) as error:
-            await self._end(f"sending failed: {error}")
+            self._check()
+            raise LinkClosedError(f"the link to {self.peer} has ended: sending failed: {error}") from error
         self._check()
 
     async def receive(self, timeout_s: float | None = None) -> Message:
@@ -135,7 +138,7 @@ class WebSocketLink:
         """Ends the link, within a few seconds; with a reason, the other end is told first. Idempotent."""
         await self._end(f"closed on this side{': ' + reason if reason else ''}", reason)
 
-    async def _end(self, why: str, problem: str = "", code: int = WSCloseCode.OK) -> None:
+    async def _end(self, why: str, problem: str = "", code: int = WSCloseCode.OK, goodbye: str = "") -> None:
         """Ends the link, the first time that it is called."""
         if self._ended:
             return
@@ -145,7 +148,7 @@ class WebSocketLink:
                 with contextlib.suppress(ConnectionError, RuntimeError, aiohttp.ClientError, TimeoutError):
                     async with asyncio.timeout(CLOSE_S):
                         await self._write(encode(Problem(problem[:1000])), last=True)
-            await self._socket.close(code=code)
+            await self._socket.close(code=code, message=goodbye.encode())
         except asyncio.CancelledError:
             if self._socket.transport is not None:
                 self._socket.transport.abort()
@@ -233,11 +236,12 @@ class LinkServer:
             return
         for site in list(runner.sites):
             await site.stop()
-        await asyncio.gather(*(link._end("this worker stops", code=WSCloseCode.GOING_AWAY) for link in list(self._links)))
+        why = "the worker stops"
+        await asyncio.gather(*(link._end(why, code=WSCloseCode.GOING_AWAY, goodbye=why) for link in list(self._links)))
         await runner.cleanup()
 
     async def _accept(self, request: web.Request) -> web.StreamResponse:
-        socket = _ServerSocket(max_msg_size=MAX_FRAME_BYTES + MARGIN_BYTES, compress=False, timeout=CLOSE_S)
+        socket = _ServerSocket(max_msg_size=MAX_FRAME_BYTES + MARGIN_BYTES, compress=False)
         socket.transport = request.transport
         await socket.prepare(request)
         address = request.transport and request.transport.get_extra_info("peername")
@@ -271,8 +275,7 @@ async def connect(address: str, timeout_s: float) -> WebSocketLink:
     )
     try:
         async with unreachable("worker", address, timeout_s):
-            timeout = aiohttp.ClientWSTimeout(ws_close=CLOSE_S)
-            opened = await session.ws_connect(address, max_msg_size=MAX_FRAME_BYTES + MARGIN_BYTES, timeout=timeout)
+            opened = await session.ws_connect(address, max_msg_size=MAX_FRAME_BYTES + MARGIN_BYTES)
             socket = cast(_ClientSocket, opened)
             connection = socket._response.connection
             socket.transport = connection and connection.transport

@@ -12,7 +12,7 @@ import aiohttp
 
 from kvactors.disagg.links import Link, Serve
 from kvactors.disagg.memory_links import MemoryNetwork
-from kvactors.disagg.websockets import LinkServer, connect
+from kvactors.disagg.websockets import LinkServer, _ClientSocket, connect
 
 LIMIT_S = 20.0
 """For what must happen: none of it takes as long."""
@@ -70,7 +70,6 @@ class Held:
 
 @asynccontextmanager
 async def raw(address: str) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
-    """A peer that writes what it likes."""
-    timeout = aiohttp.ClientWSTimeout(ws_close=0.05)
-    async with aiohttp.ClientSession() as session, session.ws_connect(address, max_msg_size=0, timeout=timeout) as socket:
+    """A peer that writes what it likes, and waits for nobody when it leaves."""
+    async with aiohttp.ClientSession(ws_response_class=_ClientSocket) as session, session.ws_connect(address) as socket:
         yield socket

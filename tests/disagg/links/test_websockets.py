@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-import time
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -26,7 +25,11 @@ from kvactors.disagg import websockets
 from kvactors.disagg.links import Link
 from kvactors.disagg.wire import MAX_FRAME_BYTES, Message, Problem, Refused, Sent, decode, encode
 from kvactors.errors import ConfigError, LinkClosedError, PeerGoneError, PeerUnreachableError
+from kvactors.log import get_logger
 from tests.disagg.links.both import LIMIT_S, Held, Place, echo, raw, websocket_place
+
+AT_ONCE_S = 5.0
+"""On a busy machine; keepalive takes 25 s."""
 
 
 class Kept:
@@ -57,7 +60,7 @@ class Logged(logging.Handler):
 @pytest.fixture
 def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What the links log, with limits of its own."""
-    monkeypatch.setattr(websockets, "log", websockets.get_logger("kvactors.disagg.links", burst=10))
+    monkeypatch.setattr(websockets, "log", get_logger("kvactors.disagg.links", burst=10))
     handler = Logged()
     logger = logging.getLogger("kvactors.disagg.links")
     logger.addHandler(handler)
@@ -130,7 +133,7 @@ async def test_broken_frames_end_the_link(sent: bytes, code: int, logged: list[s
             assert peer.close_code == code
         assert str(code) in await kept.ends.get()
         await works(place.address)
-    assert any(f"code={code}" in text or f"{code}" in text for text in logged)
+    assert any(f"{code}" in text for text in logged)
 
 
 async def test_a_client_answers_bad_frames_too(logged: list[str]) -> None:
@@ -216,10 +219,52 @@ async def test_a_peer_that_sends_garbage_and_reads_nothing_is_dropped() -> None:
         async with websocket_place(serve) as place, raw(place.address) as peer:
             peer._writer.transport.pause_reading()
             await full.wait()
-            began = time.monotonic()
             peer._writer.transport.write(bad)
             await asyncio.wait_for(ends.get(), LIMIT_S)
-            assert time.monotonic() - began < 2.0
+
+
+async def test_sends_that_are_given_up_do_not_pile_up() -> None:
+    held = Held()
+    async with websocket_place(held) as place:
+        link = await websockets.connect(place.address, LIMIT_S)
+        await held.links.get()
+        message = Refused("a", "x" * 60_000)
+        given_up = 0
+        while given_up < 30:
+            try:
+                async with asyncio.timeout(0.002):
+                    await link.send(message)
+            except TimeoutError:
+                given_up += 1
+        assert link._socket.transport is not None
+        assert link._socket.transport.get_write_buffer_size() < 5 * 60_000
+        await link.close()
+        held.release.set()
+
+
+async def lost(link: websockets.WebSocketLink) -> None:
+    """Until the connection is."""
+    assert link._socket.transport is not None
+    while not link._socket.transport.is_closing():  # noqa: ASYNC110 - a transport announces nothing
+        await asyncio.sleep(0.001)
+
+
+async def test_what_arrived_before_the_end_is_received_after_a_failed_send() -> None:
+    async def serve(link: Any) -> None:
+        await link.send(Sent("a"))
+        await link.close("I leave")
+        left.set()
+
+    left = asyncio.Event()
+    async with websocket_place(serve) as place:
+        link = await websockets.connect(place.address, LIMIT_S)
+        await left.wait()
+        await lost(link)
+        with pytest.raises(LinkClosedError, match="sending failed"):
+            await link.send(Sent("b"))
+        assert [await link.receive(), await link.receive()] == [Sent("a"), Problem("I leave")]
+        with pytest.raises(LinkClosedError, match="closed by the peer"):
+            await link.receive()
 
 
 async def test_links_that_say_nothing_cost_the_caller_its_own_time_limit() -> None:
@@ -334,10 +379,8 @@ async def test_a_killed_server_is_noticed_at_once() -> None:
         waiting = asyncio.create_task(link.receive())
         await asyncio.sleep(0)
         process.kill()
-        began = time.monotonic()
         with pytest.raises(LinkClosedError):
-            await asyncio.wait_for(waiting, LIMIT_S)
-        assert time.monotonic() - began < 1.0
+            await asyncio.wait_for(waiting, AT_ONCE_S)
         with pytest.raises(LinkClosedError):
             await link.send(Sent("b"))
         await process.wait()
@@ -353,7 +396,7 @@ async def test_a_killed_client_is_noticed_at_once() -> None:
         await asyncio.sleep(0)
         process.kill()
         with pytest.raises(LinkClosedError):
-            await asyncio.wait_for(waiting, 1.0)
+            await asyncio.wait_for(waiting, AT_ONCE_S)
         held.release.set()
 
 
@@ -462,7 +505,7 @@ def test_it_works_on_uvloop() -> None:
             await link.send(Refused("a", "x" * 60_000))
             assert await link.receive() == Refused("a", "x" * 60_000)
             await place.stop()
-            with pytest.raises(LinkClosedError, match="1001"):
+            with pytest.raises(LinkClosedError, match="1001: the worker stops"):
                 await link.receive()
             with pytest.raises(PeerGoneError):
                 await websockets.connect(place.address, LIMIT_S)
