@@ -24,9 +24,10 @@ from kvactors.core.config import EngineConfig
 from kvactors.core.layout import KVLayout, group_hashes
 from kvactors.core.observe import Observer
 from kvactors.core.reachability import Hit
-from kvactors.core.sessions import SessionTable
+from kvactors.core.sessions import Record, SessionTable
 from kvactors.core.stats import EngineStats
 from kvactors.core.steps import GroupBlocks, ReleaseReason
+from kvactors.core.story import WHOLE_REQUEST
 from kvactors.core.taint import Taints
 from kvactors.log import get_logger
 from kvactors.messages import (
@@ -118,6 +119,8 @@ class Coordinator(Actor):
         self._releases: list[ReleaseRequest] = []
         self._drain = Draining(stats)
         self._degraded = ""
+        self.record: Record | None = None
+        """notes what happens to whole requests; None = nobody wants to know"""
 
     async def handle(self, message: Any) -> None:
         match message:
@@ -182,6 +185,7 @@ class Coordinator(Actor):
             self._pass_through(self._open, refusal)
             return
         saving = frozenset(r.request_id for r in state.requests.values() if not self._taints.check(r))
+        self._tell_begin(state)
         await self._prepare(self._open, message.event, saving)
 
     def _refusal(self) -> str:
@@ -216,6 +220,7 @@ class Coordinator(Actor):
         self._stats.steps_passed_through += 1
         run.active = True
         run.failed = reason
+        self._tell_all(run.state, f"step {run.state.id} passes through ({reason})")
         run.state.pass_through(reason)
 
     async def _prepared(self, message: Prepared | PrepareFailed) -> None:
@@ -257,6 +262,7 @@ class Coordinator(Actor):
         """Every put that the preparation opened, in any group, is revoked; gets are released; loads are reported failed."""
         log.warning("preparation failed; the step passes through", step=run.state.id, reason=run.failed)
         self._stats.steps_passed_through += 1
+        self._tell_all(run.state, f"step {run.state.id} is rolled back (preparation failed: {run.failed})")
         run.state.passed_through = True
         if run.state.load_layers:
             run.state.fail_layer(run.state.load_layers[0], f"preparation failed: {run.failed}")
@@ -301,6 +307,7 @@ class Coordinator(Actor):
         run.end_asked = True
         run.held.clear()
         run.failed = run.failed or f"aborted: {reason}"
+        self._tell_all(run.state, f"step {step} is aborted ({reason})")
         self._pool.cancel(step)
         run.active = True  # a preparation still under way is not waited for
         self._stop_prepare_timer(run)
@@ -352,6 +359,9 @@ class Coordinator(Actor):
     def _note_failures(self, state: StepState) -> None:
         for failure in state.failures().values():
             self._taints.add(failure)
+            if self.record is not None:
+                where = f"from token {failure.first_token} on, layer {failure.layer}"
+                self.record(failure.request_id, WHOLE_REQUEST, WHOLE_REQUEST, f"load failed {where} ({failure.reason})")
 
     async def _begin_next(self) -> None:
         if self._open is None and self._next:
@@ -378,6 +388,7 @@ class Coordinator(Actor):
             run.end_asked = True
             await self._check_end(run)
             return
+        self._tell_begin(state)
         await self._prepare(run, message.event, frozenset())
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -412,13 +423,15 @@ class Coordinator(Actor):
         for m in due:
             if m.reason is not ReleaseReason.PREEMPTED:
                 self._taints.forget(m.request_id)
+            if self.record is not None:
+                self.record(m.request_id, WHOLE_REQUEST, WHOLE_REQUEST, f"released ({m.reason.value})")
             m.answer()
 
     # -- the store, and trouble ----------------------------------------------------------------------------------------
 
     def _lookup(self, message: Lookup) -> None:
         if self._refusal():
-            message.answer(self._lookups.miss)
+            self._lookups.refuse(message)
         else:
             self._lookups.begin(message, self.later)
 
@@ -485,6 +498,24 @@ class Coordinator(Actor):
                     message.answer(["the engine ended before it was drained"])
         self._drain.fail("the engine ended before it was drained")
 
+    # -- stories -------------------------------------------------------------------------------------------------------
+
+    def _tell_begin(self, state: StepState) -> None:
+        if self.record is None:
+            return
+        kind = "step" if state.windowed else "load"
+        for request_id, problem in state.problems.items():
+            self.record(request_id, WHOLE_REQUEST, WHOLE_REQUEST, f"left out of {kind} {state.id} ({problem})")
+        for r in state.requests.values():
+            loads, saves = _count(b.load for b in r.groups.values()), _count(b.save for b in r.groups.values())
+            what = f"{kind} {state.id} begins: {loads} blocks to load, {saves} to save"
+            self.record(r.request_id, WHOLE_REQUEST, WHOLE_REQUEST, what)
+
+    def _tell_all(self, state: StepState, what: str) -> None:
+        if self.record is not None:
+            for request_id in state.requests:
+                self.record(request_id, WHOLE_REQUEST, WHOLE_REQUEST, what)
+
     # -- sending -------------------------------------------------------------------------------------------------------
 
     async def _to_groups(self, run: Run, message: Any) -> None:
@@ -494,6 +525,10 @@ class Coordinator(Actor):
     async def _broadcast(self, message: Any) -> None:
         for mailbox in self._groups.values():
             await mailbox.send(message)
+
+
+def _count(blocks: Iterable[Sequence[int]]) -> int:
+    return sum(map(len, blocks))
 
 
 def _nobody() -> None:

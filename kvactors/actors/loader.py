@@ -13,7 +13,7 @@ from kvactors.core.loads import StepLoads
 from kvactors.core.queue import Priority
 from kvactors.core.ranges import read_runs, whole_rows
 from kvactors.core.saves import RangeCall
-from kvactors.core.sessions import GetEvent, GetSession, GetState
+from kvactors.core.sessions import GetEvent, GetSession, GetState, Record
 from kvactors.core.steps import NULL_BLOCK
 from kvactors.core.store import Outcome
 from kvactors.messages import Close, Kind, Open, PrepareGroup, Transfer, TransferDone
@@ -143,10 +143,10 @@ class Loader:
         return list(touched.values())
 
     def _tell(self, gs: GroupStep, key: str, what: str) -> None:
-        loads = gs.loads
-        if loads is not None:
+        loads, record = gs.loads, self._c.table.record
+        if loads is not None and record is not None:
             for row in loads.rows_of.get(key, ()):
-                self._c.table.record(loads.requests[row], self._c.group_id, loads.blocks[row], what)
+                record(loads.requests[row], self._c.group_id, loads.blocks[row], what)
 
     def _fail_key(self, gs: GroupStep, key: str, outcome: Outcome) -> None:
         loads = gs.loads
@@ -263,6 +263,11 @@ class Loader:
                 if session is not None:  # the call itself holds its sessions until it returns (I6)
                     session.refs += 1
                     session.lost_refs += 1
+        if c.table.record is not None and done.outcomes.count(Outcome.OK) != len(done.outcomes):
+            for row, outcome in zip(call.rows.tolist(), done.outcomes, strict=True):
+                if outcome is not Outcome.OK:
+                    what = f"get layer {call.layer} failed ({outcome.value})"
+                    c.table.record(loads.requests[row], c.group_id, loads.blocks[row], what)
         for key, outcome in zip(call.batch.keys, done.outcomes, strict=True):
             session = c.table.gets.get(key)
             expired = outcome in (Outcome.LEASE_EXPIRED, Outcome.STALE)
@@ -299,11 +304,18 @@ class Loader:
             stats.loaded += loaded
             stats.load_failed += len(loads.keys) - loaded
             stats.bytes_loaded += loads.bytes_delivered
-            for row, arrived in enumerate(loads.arrived().tolist()):
-                what = "get released (loaded)" if arrived else "get released (not loaded)"
-                self._c.table.record(loads.requests[row], self._c.group_id, loads.blocks[row], what)
+            if self._c.table.record is not None:
+                self._tell_ends(gs.state, loads, self._c.table.record)
         held, gs.held = gs.held, []
         self._give_back(gs, held)
+
+    def _tell_ends(self, state: StepState, loads: StepLoads, record: Record) -> None:
+        """How each block's load ended, and if it did not arrive, why its request's load failed."""
+        reasons = {f.request_id: f.reason for f in state.failures().values()} if state.failed else {}
+        for row, arrived in enumerate(loads.arrived().tolist()):
+            request = loads.requests[row]
+            what = "loaded" if arrived else f"not loaded: {reasons.get(request, 'it was not read')}"
+            record(request, self._c.group_id, loads.blocks[row], f"get released ({what})")
 
     def _give_back(self, gs: GroupStep, keys: Iterable[str]) -> None:
         c = self._c

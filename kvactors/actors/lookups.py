@@ -81,7 +81,20 @@ class Lookups:
         if waiting is not None:
             message, timer = waiting
             timer.cancel()
+            self._count(message, hit)
             message.answer(hit)
+
+    def refuse(self, message: Lookup) -> None:
+        """Answers a miss without asking the store."""
+        self._count(message, self.miss)
+        message.answer(self.miss)
+
+    def _count(self, message: Lookup, hit: Hit) -> None:
+        stats = self._stats
+        stats.lookups += 1
+        stats.lookup_misses += not hit.tokens
+        stats.lookup_tokens += message.prompt_tokens
+        stats.lookup_hit_tokens += hit.tokens
 
     def fail_all(self) -> None:
         for number in list(self._open):

@@ -16,9 +16,9 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvactors.actors.actor import Post
 from kvactors.actors.audit import AuditedStore
@@ -59,6 +59,34 @@ class Executor(Protocol):
     def replace(self, lost: Worker, fresh: Worker) -> None: ...
 
     def stop(self) -> None: ...
+
+
+class Running(NamedTuple):
+    """A call under way; `started_s` on the pool's clock."""
+
+    worker: str
+    call: str
+    group_id: int
+    step: int
+    keys: int
+    started_s: float
+
+
+class Glance(NamedTuple):
+    """See `TransferPool.glance`.
+
+    Attributes:
+        queued: jobs that wait for a worker.
+        gated: jobs that wait for their device event.
+        late: calls past their deadline that have not returned.
+        missing: lost workers that were not replaced.
+    """
+
+    queued: Mapping[Priority, int]
+    gated: int
+    running: Sequence[Running]
+    late: int
+    missing: int
 
 
 class TransferPool:
@@ -240,6 +268,15 @@ class TransferPool:
     def queued(self) -> int:
         """Jobs that wait for a worker; not those that wait for their device event."""
         return len(self._queue)
+
+    def glance(self) -> Glance:
+        """What is queued and running now: plain reads from any thread, without the lock, so that nobody waits for who looks."""
+        queued = self._queue.counts()
+        running = [
+            Running(worker.name, job.label, job.group_id, job.step, job.count, started)
+            for worker, (job, started) in list(self._running.items())
+        ]
+        return Glance(queued, len(self._gated), running, len(self._late), sum(self._missing.values()))
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

@@ -72,6 +72,8 @@ class PutOpens:
                 continue
             if request_id not in message.saves:
                 c.stats.skipped_tainted += len(blocks.save)
+                for index in blocks.save if c.table.record is not None else ():
+                    self._tell_skipped(Owner(request_id, c.group_id, index), "a load of its request failed")
                 continue
             for index in blocks.save:
                 block_id = int(blocks.block_ids[index])
@@ -80,10 +82,12 @@ class PutOpens:
                 key, owner = c.key(hashes[index]), Owner(request_id, c.group_id, index)
                 if c.table.remembered(request_id, index) == key or not c.table.may_open(key) or owner in c.table.puts:
                     c.stats.skipped_existing += 1
+                    self._tell_skipped(owner, "it is saved already, being written, or unusable")
                     continue
                 if paused:
                     c.stats.skipped_no_space += 1
                     c.stats.paused_no_space += 1
+                    self._tell_skipped(owner, "the store stays full, saves pause")
                     continue
                 session = c.table.begin_put(key, owner, gs.state.id)
                 gs.block_of[session] = block_id
@@ -99,6 +103,10 @@ class PutOpens:
                     run=partial(_readable, [s.key for s in part]),
                 )
             )
+
+    def _tell_skipped(self, owner: Owner, why: str) -> None:
+        if self._c.table.record is not None:
+            self._c.table.record(*owner, f"put not begun ({why})")
 
     def _post_readable(self, sessions: Sequence[PutSession], done: TransferDone) -> None:
         self._c.mailbox.post(ReadableDone(sessions, done))
@@ -244,8 +252,9 @@ class PutOpens:
         c = self._c
         if not sessions:
             return
-        for s in sessions:
-            c.table.record(*s.owner, "put opening: the open failed; revoking whatever the store opened")
+        if c.table.record is not None:
+            for s in sessions:
+                c.table.record(*s.owner, "put opening: the open failed; revoking whatever the store opened")
         c.submit(
             Ask(
                 reply=partial(self._post_cleaned, list(sessions)),

@@ -103,6 +103,11 @@ class TransferQueue(Generic[J]):
         for distance in sorted(self._prefetch):
             yield from self._prefetch[distance]
 
+    def counts(self) -> dict[Priority, int]:
+        """Jobs by priority; plain reads, so that another thread may ask."""
+        prefetches = sum(len(jobs) for jobs in list(self._prefetch.values()))
+        return {p: prefetches if p is Priority.PREFETCH else len(self._fifo[p]) for p in Priority}
+
     def __len__(self) -> int:
         return self._count
 

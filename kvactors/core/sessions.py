@@ -162,12 +162,10 @@ class GetSession:
         return self.state is GetState.LOST or 0 < self.refs == self.lost_refs
 
 
+_PUT_STORY = {(before, after): f"put {before.value} -> {after.value}" for (before, _), after in PUT_TRANSITIONS.items()}
+
 Record = Callable[[str, int, int, str], None]
 """(request id, group id, block index, what happened) -> noted for `story`."""
-
-
-def _ignore(_request: str, _group: int, _block: int, _what: str) -> None:
-    return None
 
 
 @dataclass(slots=True)
@@ -178,13 +176,14 @@ class SessionTable:
         puts: owner -> its put session, only while not terminal.
         writing: key -> its one writer (I10); the same sessions as `puts`.
         gets: key -> the shared get session, until closed.
+        record: notes what happens; None = nobody wants to know.
         memory: request id -> block index -> key, for keys known to be committed.
         poisoned, abandoned: keys that are never opened again.
     """
 
     group_id: int
     stats: SessionStats
-    record: Record = _ignore
+    record: Record | None = None
     puts: dict[Owner, PutSession] = field(default_factory=dict)
     writing: dict[str, PutSession] = field(default_factory=dict)
     gets: dict[str, GetSession] = field(default_factory=dict)
@@ -233,9 +232,9 @@ class SessionTable:
             stats.revoked_by[label] = stats.revoked_by.get(label, 0) + 1
         elif after in PUT_TERMINAL:
             self._end_put(session, before, after)
-        owner = session.owner
-        what = f"put {before.value} -> {after.value}"
-        self.record(owner.request_id, owner.group_id, owner.block_index, f"{what} ({cause})" if cause else what)
+        if self.record is not None:
+            what = _PUT_STORY[before, after]
+            self.record(*session.owner, f"{what} ({cause})" if cause else what)
         return after
 
     def _end_put(self, session: PutSession, before: PutState, after: PutState) -> None:

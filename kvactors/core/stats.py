@@ -76,3 +76,10 @@ class EngineStats:
     peak_pending_saves: int = 0
     poisoned_keys: list[str] = field(default_factory=list)
     abandoned_keys: list[str] = field(default_factory=list)
+    lookups: int = 0
+    """answered, by the store or as a miss because it took too long or failed"""
+    lookup_misses: int = 0
+    lookup_tokens: int = 0
+    """of the prompts that were looked up"""
+    lookup_hit_tokens: int = 0
+    """of those, covered by the hits"""

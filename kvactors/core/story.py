@@ -1,34 +1,85 @@
-"""What happened to the sessions of a request, in order: the memory behind `engine.story(request_id)`."""
+"""What happened to the sessions of a request, in order: the memory behind `engine.story(request_id)`.
+
+Nothing is kept unless somebody asked for it (`Engine.keep_stories`). Then memory is bounded three times: in requests, in events
+of one request, and in events of all of them; what is oldest goes first.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from typing import NamedTuple
 
 from kvactors.core.clock import Clock
 
 MOST_REQUESTS = 1024
-MOST_LINES = 4096
+MOST_EVENTS_EACH = 4096
+MOST_EVENTS = 1 << 17
+"""Of all requests together: some 25 MB."""
+
+WHOLE_REQUEST = -1
+"""In the place of a group and a block: the event is the whole request's."""
+
+
+class StoryEvent(NamedTuple):
+    """One event of one request.
+
+    Attributes:
+        at_s: on the engine's clock.
+        group_id, block_index: where; `WHOLE_REQUEST` if it is about all of the request.
+        what: what happened, and in parentheses why.
+    """
+
+    at_s: float
+    group_id: int
+    block_index: int
+    what: str
+
+    def line(self, since_s: float) -> str:
+        """The event as a line: seconds since then, group, block, what happened."""
+        where = "request" if self.group_id == WHOLE_REQUEST else f"group {self.group_id} block {self.block_index}"
+        return f"+{self.at_s - since_s:.6f}s {where}: {self.what}"
 
 
 class StoryBook:
-    """The last `MOST_REQUESTS` requests that had something happen, each with its last `MOST_LINES` events."""
+    """The last requests that had something happen, each with its last events. Written by the engine's loop alone; read by any
+    thread."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._pages: OrderedDict[str, deque[tuple[float, int, int, str]]] = OrderedDict()
+        self._pages: OrderedDict[str, deque[StoryEvent]] = OrderedDict()
+        self._events = 0
 
     def record(self, request_id: str, group_id: int, block_index: int, what: str) -> None:
+        """Notes an event, and forgets the oldest request if there are too many of either."""
         page = self._pages.get(request_id)
         if page is None:
-            page = self._pages[request_id] = deque(maxlen=MOST_LINES)
+            page = self._pages[request_id] = deque(maxlen=MOST_EVENTS_EACH)
             if len(self._pages) > MOST_REQUESTS:
-                self._pages.popitem(last=False)
+                self._drop_oldest()
         else:
             self._pages.move_to_end(request_id)
-        page.append((self._clock.now(), group_id, block_index, what))
+        if len(page) < MOST_EVENTS_EACH:
+            self._events += 1
+        page.append(StoryEvent(self._clock.now(), group_id, block_index, what))
+        while self._events > MOST_EVENTS:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        _, page = self._pages.popitem(last=False)
+        self._events -= len(page)
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def requests(self) -> list[str]:
+        """The requests that have a page; the last one written to comes last."""
+        return list(self._pages)
+
+    def events(self, request_id: str) -> list[StoryEvent]:
+        """The events of one request, oldest first; empty if there is no page of it."""
+        return list(self._pages.get(request_id, ()))
 
     def tell(self, request_id: str) -> list[str]:
         """One line per event: seconds since the request's first, group, block, what happened."""
-        page = list(self._pages.get(request_id, ()))
-        start = page[0][0] if page else 0.0
-        return [f"+{at - start:.6f}s group {group} block {block}: {what}" for at, group, block, what in page]
+        events = self.events(request_id)
+        return [event.line(events[0].at_s) for event in events]

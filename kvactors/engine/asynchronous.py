@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 
@@ -19,6 +19,7 @@ from kvactors.actors.coordinator import Coordinator
 from kvactors.actors.fences import Fences
 from kvactors.actors.group import GroupActor
 from kvactors.actors.latch import Latch, SaveGate
+from kvactors.actors.mailbox import Mailbox
 from kvactors.actors.pool import Executor, TransferPool
 from kvactors.actors.range_debug import RangeDebug
 from kvactors.actors.range_debug import wanted as range_debug_wanted
@@ -65,6 +66,20 @@ CLOSE_GRACE_S = 1.0
 
 CLOSED = "the engine was closed"
 """The one reason to give up that is no failure."""
+
+
+class Inside(NamedTuple):
+    """What a live view reads."""
+
+    layout: KVLayout
+    config: EngineConfig
+    clock: Clock
+    stats: EngineStats
+    tables: Sequence[SessionTable]
+    mailboxes: Sequence[Mailbox[Any]]
+    pool: TransferPool
+    gate: SaveGate
+    fences: Fences
 
 
 class Engine:
@@ -114,7 +129,7 @@ class Engine:
         self.reachability = Reachability(layout.groups, self.hash_tokens)
         self._audit = AuditedStore(store, self.clock, config) if config.audit else None
         self._stats = EngineStats(groups={g.id: GroupStats() for g in layout.groups}, sessions=SessionStats())
-        self._story = StoryBook(self.clock)
+        self._story: StoryBook | None = None
         self._range_debug = RangeDebug() if range_debug_wanted() else None
         self._stages = list(stages) or [layout]
         self._keys: KeySpace | None = KeySpace(self._stages) if stages or layout.pp_size == 1 else None
@@ -173,7 +188,7 @@ class Engine:
             ranges,
             layout.key_parts(group_id, layout.head_of(group_id, tp_rank)),
             stores=layout.stores(group_id, tp_rank),
-            table=SessionTable(group_id, self._stats.sessions, self._record),
+            table=SessionTable(group_id, self._stats.sessions, None if self._range_debug is None else self._record),
             stats=self._stats.groups[group_id],
             steps=self._states,
             pool=self._pool,
@@ -186,7 +201,8 @@ class Engine:
         )
 
     def _record(self, request_id: str, group_id: int, block_index: int, what: str) -> None:
-        self._story.record(request_id, group_id, block_index, what)
+        if self._story is not None:
+            self._story.record(request_id, group_id, block_index, what)
         if self._range_debug is not None:
             self._range_debug.session(what, Owner(request_id, group_id, block_index))
 
@@ -503,9 +519,24 @@ class Engine:
             abandoned_keys=sorted(k for t in tables for k in list(t.abandoned)),
         )
 
+    def keep_stories(self) -> StoryBook:
+        """Notes from now on what happens to each request, for `story`; some 25 MB at most. Asked for again, the same book."""
+        if self._story is None:
+            self._story = StoryBook(self.clock)
+            self._coordinator.record = self._story.record
+            for actor in self._groups.values():
+                actor.table.record = self._story.record if self._range_debug is None else self._record
+        return self._story
+
     def story(self, request_id: str) -> list[str]:
-        """What happened to the sessions of a request, one line each, oldest first."""
-        return self._story.tell(request_id)
+        """What happened to a request and its sessions, one line each, oldest first; nothing without `keep_stories`."""
+        return [] if self._story is None else self._story.tell(request_id)
+
+    def inside(self) -> Inside:
+        """The engine's own parts, for whoever looks on from another thread: to be read, never to be changed."""
+        tables = tuple(actor.table for actor in self._groups.values())
+        mailboxes = tuple(actor.mailbox for actor in (self._coordinator, *self._groups.values()))
+        return Inside(self.layout, self.config, self.clock, self._stats, tables, mailboxes, self._pool, self.gate, self.fences)
 
     @property
     def fenced_blocks(self) -> frozenset[tuple[int, int]]:

@@ -17,7 +17,8 @@ from kvactors.core.reachability import Hit
 from kvactors.core.stats import EngineStats
 from kvactors.core.steps import GroupBlocks, ReleaseReason, StepRequest
 from kvactors.core.store import Store
-from kvactors.engine.asynchronous import CLOSED, Engine
+from kvactors.core.story import StoryBook
+from kvactors.engine.asynchronous import CLOSED, Engine, Inside
 from kvactors.engine.intake import Answer
 from kvactors.engine.steps import StepView
 from kvactors.errors import DeadlineError, EngineClosedError, StepError
@@ -155,8 +156,16 @@ class BlockingEngine:
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
+    def keep_stories(self) -> StoryBook:
+        """See `Engine.keep_stories`."""
+        return self._engine.keep_stories()
+
     def story(self, request_id: str) -> list[str]:
         return self._engine.story(request_id)
+
+    def inside(self) -> Inside:
+        """See `Engine.inside`."""
+        return self._engine.inside()
 
     def violations(self) -> list[str]:
         return self._engine.violations()

@@ -202,6 +202,7 @@ class World:
                 executor=workers,
                 hash_tokens=hash_tokens,
             )
+            engine.keep_stories()
             store.epoch = partial(_epoch_of, engine)
             self.stores.append(store)
             engines.append(engine)

@@ -70,6 +70,7 @@ class Rig:
         bases = {where: array.ctypes.data for where, array in self.local.items()}
         self.config = EngineConfig(**{"audit": True, "call_deadline_s": PATIENCE_S, **(config or {})})
         self.engine = Engine(self.layout, self.store, bases, self.config, **engine)
+        self.engine.keep_stories()
 
     async def __aenter__(self) -> Rig:
         await self.engine.start()

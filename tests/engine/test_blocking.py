@@ -22,6 +22,7 @@ class BlockingRig(Rig):
     def open(self) -> BlockingEngine:
         bases = {where: array.ctypes.data for where, array in self.local.items()}
         self.blocking = BlockingEngine(self.layout, self.store, bases, self.config)
+        self.blocking.keep_stories()
         return self.blocking
 
     def forward(self, *requests: Any) -> dict[int, frozenset[str]]:

@@ -287,7 +287,12 @@ async def test_story_tells_what_happened_to_a_requests_sessions() -> None:
     async with Rig(full_layout()) as rig:
         await rig.run(rig.request("a", hashes(1), save={0: [0]}))
         told = [line.split(": ", 1)[1] for line in rig.engine.story("a")]
-        assert told == ["put opening -> open", "put open -> committing", "put committing -> committed"]
+        assert told == [
+            "step 1 begins: 0 blocks to load, 1 to save",
+            "put opening -> open",
+            "put open -> committing",
+            "put committing -> committed",
+        ]
         assert rig.engine.story("nobody") == []
 
 
