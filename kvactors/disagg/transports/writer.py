@@ -28,9 +28,9 @@ MOST_RANGES = 1000
 MOST_BYTES = 256 << 20
 """In one native call, unless one range is longer: it has 30 s, whatever the network does."""
 
-RETRY_WITHIN_S = 3.0
-"""A call that failed sooner than this met connections that were gone, or a process: a fresh engine tries once more. One that
-failed later waited for a frozen peer."""
+RETRY_WITHIN_S = 0.5
+"""A call that failed sooner than this met connections that were lost, or a process: a fresh engine tries once more. One that
+failed later waited for a peer that may be frozen, and would again."""
 
 SETTLE_S = 0.5
 """How long after a successful second try a write goes on: what the first one left in socket buffers lands meanwhile, so that
