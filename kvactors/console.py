@@ -11,9 +11,10 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class Stream:
@@ -130,8 +131,12 @@ def log_from(level: int) -> None:
 def plain_console(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
     """A console that prints texts as they are: no markup, emoji or highlighting, so that a name of a user's stays a name.
 
-    As wide as the terminal; 120 columns into a file or a pipe.
+    As wide as the terminal; 120 columns into a file or a pipe. With NO_COLOR set, to whatever but the empty string, neither
+    colours nor bold: see https://no-color.org.
     """
+    from rich.console import Console
+
     file = sys.stderr if stderr else sys.stdout
     width = None if file is not None and file.isatty() else 120
-    return Console(stderr=stderr, width=width, soft_wrap=soft_wrap, markup=False, emoji=False, highlight=False)
+    colours: dict[str, Any] = {"color_system": None} if os.environ.get("NO_COLOR") else {}
+    return Console(stderr=stderr, width=width, soft_wrap=soft_wrap, markup=False, emoji=False, highlight=False, **colours)

@@ -35,8 +35,9 @@ def run_and_show(
     html_file: str | None = None,
     timeline_file: str | None = None,
     event_log_file: str | None = None,
+    as_json: bool = False,
 ) -> int:
-    """Runs a plan with progress on stderr, writes the files, prints the summary on stdout; the exit code.
+    """Runs a plan with progress on stderr, writes the files, prints the summary (or the JSON report) on stdout; the exit code.
 
     The files come first, so that they are there whatever becomes of stdout, and both come before the store is left, which may
     take long. A signal meanwhile is remembered, and changes the exit code alone.
@@ -68,7 +69,10 @@ def run_and_show(
                 _cannot_write(err, event_log_file, log.lost)
             if timeline_file and spans and spans.dropped:
                 err.print(f"the timeline holds the first {len(spans.spans):,} spans; {spans.dropped:,} more were left out")
-            print_summary(report, plain_console(), plan.rules.boundary_tokens, elapsed_s)
+            if as_json:
+                sys.stdout.write(report.to_json().decode())
+            else:
+                print_summary(report, plain_console(), plan.rules.boundary_tokens, elapsed_s)
             sys.stdout.flush()
 
         watchers = Watchers(

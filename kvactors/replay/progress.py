@@ -23,7 +23,8 @@ class ShowsProgress(Protocol):
 
 def progress_for(console: Console, total: int, clock: Clock, *, plain: bool = False) -> ShowsProgress:
     """The right display for where the console writes to; plain lines in any case with `plain`."""
-    return LiveProgress(console, total, clock) if console.is_terminal and not plain else PlainProgress(console, total, clock)
+    live = console.is_terminal and not console.is_dumb_terminal and not plain
+    return LiveProgress(console, total, clock) if live else PlainProgress(console, total, clock)
 
 
 def _rates(tally: Tally, elapsed_s: float) -> str:

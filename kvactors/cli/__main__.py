@@ -1,0 +1,5 @@
+"""`python -m kvactors.cli`."""
+
+from kvactors.cli.root import main
+
+main()

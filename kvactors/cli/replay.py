@@ -1,0 +1,185 @@
+"""`kvactors replay`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvactors.cli.groups import example
+from kvactors.cli.names import Named, check_name, fault_plans, layout_names, store_names, suggestion
+from kvactors.cli.options import check_outputs, file_name, finite, layout_options, rate, resolve_layout, size
+from kvactors.console import log_from
+
+if TYPE_CHECKING:
+    from kvactors.stores import FaultPlan
+
+_AT_LEAST_1 = click.IntRange(min=1)
+_SECONDS = click.FloatRange(min=0)
+
+
+@click.command(epilog=example("kvactors replay examples/sample_trace.jsonl --layout gemma-3-27b --scale 4096 --html run.html"))
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False, readable=True))
+@click.option(
+    "--layout",
+    "layout_name",
+    default="seed-example",
+    show_default=True,
+    metavar="NAME|FILE",
+    type=Named(layout_names, files=True),
+    help="The model.",
+)
+@layout_options
+@click.option(
+    "--store",
+    default="memory",
+    show_default=True,
+    metavar="NAME",
+    type=Named(store_names),
+    help="Where the blocks go: memory or mooncake.",
+)
+@click.option("--local-master", is_flag=True, help="With --store mooncake: a master on 127.0.0.1 for this run.")
+@click.option("--namespace", metavar="NAME", help="Prefix of every key: an epoch of the weights, a tenant.")
+@click.option("--capacity", metavar="SIZE", callback=size, help='Store capacity ("1.5GB"). [default: none; own master: 4GB]')
+@click.option("--retention", type=click.IntRange(min=0), metavar="TOKENS", help="Keep windows and states only this often.")
+@click.option("--local-blocks", type=_AT_LEAST_1, metavar="N", help="Bound of the local pool, in blocks of all groups.")
+@click.option("--concurrency", type=_AT_LEAST_1, default=1, show_default=True, metavar="N", help="Requests in a step.")
+@click.option("--chunk-tokens", type=_AT_LEAST_1, default=8192, show_default=True, metavar="N", help="Prefill chunk.")
+@click.option(
+    "--speed",
+    type=click.FloatRange(min=0, min_open=True),
+    callback=finite,
+    metavar="X",
+    help="Play by timestamps, X times as fast. [default: each at once]",
+)
+@click.option("--requests", type=_AT_LEAST_1, metavar="N", help="Only the first N requests.")
+@click.option("--skip-bad", is_flag=True, help="Count and skip bad trace lines.")
+@click.option(
+    "--faults", metavar="PRESET|FILE", type=Named(fault_plans, files=True), help="Inject faults: a preset or a plan (YAML)."
+)
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="A fault plan's own seed wins."
+)
+@click.option("--report", "report_file", metavar="FILE", callback=file_name, help="Write the JSON report.")
+@click.option("--html", "html_file", metavar="FILE", callback=file_name, help="Write a page with charts.")
+@click.option("--timeline", "timeline_file", metavar="FILE", callback=file_name, help="Write a Chrome/Perfetto trace.")
+@click.option("--virtual", is_flag=True, help="Virtual time, simulated workers: repeatable byte for byte.")
+@click.option("--bandwidth", metavar="SIZE/s", callback=rate, help="With --virtual: of a worker. [default: 10GB]")
+@click.option(
+    "--latency",
+    type=_SECONDS,
+    callback=finite,
+    metavar="SECONDS",
+    help="With --virtual: of a store call. [default: 0.0002]",
+)
+@click.option(
+    "--layer-time",
+    type=_SECONDS,
+    callback=finite,
+    metavar="SECONDS",
+    help="With --virtual: compute of a layer. [default: 0.001]",
+)
+@click.option("--event-log", metavar="FILE", callback=file_name, help="With --virtual: write every event, a line each.")
+@click.option("--json", "as_json", is_flag=True, help="Print the JSON report in place of the summary.")
+def replay(
+    trace: str,
+    layout_name: str,
+    block_tokens: int | None,
+    scale: int,
+    store: str,
+    local_master: bool,
+    namespace: str | None,
+    capacity: int | None,
+    retention: int | None,
+    local_blocks: int | None,
+    concurrency: int,
+    chunk_tokens: int,
+    speed: float | None,
+    requests: int | None,
+    skip_bad: bool,
+    faults: str | None,
+    seed: int,
+    report_file: str | None,
+    html_file: str | None,
+    timeline_file: str | None,
+    virtual: bool,
+    bandwidth: int | None,
+    latency: float | None,
+    layer_time: float | None,
+    event_log: str | None,
+    as_json: bool,
+) -> int:
+    """Run a recorded request trace through the engine, with real bytes, and print what happened."""
+    for option, value in (
+        ("--bandwidth", bandwidth),
+        ("--latency", latency),
+        ("--layer-time", layer_time),
+        ("--event-log", event_log),
+    ):
+        if value is not None and not virtual:
+            raise click.UsageError(f"{option}: belongs to the virtual clock; give --virtual too")
+    layout, family = resolve_layout(layout_name, block_tokens, scale)
+    if namespace is not None:
+        layout = layout.with_namespace(namespace)
+    inputs = {"the trace": trace, "the layout": None if family else layout_name, "the fault plan": faults}
+    outputs = {"--report": report_file, "--html": html_file, "--timeline": timeline_file, "--event-log": event_log}
+    check_outputs(inputs, outputs)
+    check_name("--store", store, tuple(store_names()), "store")
+
+    from kvactors.replay.plan import ReplayOptions, VirtualOptions, plan_replay
+
+    machine = VirtualOptions()
+    if virtual:
+        machine = VirtualOptions(
+            machine.bandwidth if bandwidth is None else bandwidth,
+            machine.latency_s if latency is None else latency,
+            machine.layer_time_s if layer_time is None else layer_time,
+        )
+    options = ReplayOptions(
+        trace=trace,
+        layout=layout,
+        store=store,
+        local_master=local_master,
+        capacity=capacity,
+        retention=retention,
+        local_blocks=local_blocks,
+        concurrency=concurrency,
+        chunk_tokens=chunk_tokens,
+        speed=speed,
+        requests=requests,
+        skip_bad=skip_bad,
+        faults=_faults(faults),
+        seed=seed,
+        virtual=machine if virtual else None,
+    )
+    plan = plan_replay(options)
+    if faults is not None:  # things break on purpose, and often
+        log_from(logging.ERROR)
+
+    from kvactors.replay.command import run_and_show
+
+    return run_and_show(
+        plan,
+        report_file=report_file,
+        html_file=html_file,
+        timeline_file=timeline_file,
+        event_log_file=event_log,
+        as_json=as_json,
+    )
+
+
+def _faults(text: str | None) -> FaultPlan | None:
+    if text is None:
+        return None
+    from kvactors.stores import PRESETS, FaultPlan
+
+    if not text.strip():
+        raise click.UsageError(f"--faults {text!r}: give a preset ({', '.join(PRESETS)}) or the name of a plan file")
+    if text in PRESETS:
+        return FaultPlan.preset(text)
+    if text.endswith((".yaml", ".yml", ".json")) or Path(text).exists():
+        return FaultPlan.load(text)
+    hint = suggestion(text, PRESETS) or ";"
+    raise click.UsageError(f"--faults {text}: no such preset or file{hint} presets are {', '.join(PRESETS)}")
