@@ -1,9 +1,10 @@
-"""Work that stands for a layer's compute: numpy on memory that stays in the cache, or plain Python."""
+"""Work that stands for a layer's compute: numpy on memory that stays in the cache, a wait for a device, or plain Python."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
@@ -36,6 +37,25 @@ class NumpyCompute:
         of, into, sin = self._of, self._into, np.sin
         for _ in range(calls):
             sin(of, out=into)
+
+
+class DeviceCompute:
+    """A wait, as a thread waits for an accelerator: it takes neither the GIL nor a core nor memory bandwidth."""
+
+    def calls_for(self, seconds: float) -> int:
+        """Microseconds."""
+        return max(1, round(seconds * 1e6))
+
+    def run(self, calls: int) -> None:
+        if calls:
+            time.sleep(calls * 1e-6)
+
+
+class Compute(Protocol):
+    """Work of a layer, in calls of a fixed length."""
+
+    def calls_for(self, seconds: float) -> int: ...
+    def run(self, calls: int) -> None: ...
 
 
 def python_compute(seconds: float) -> Callable[[], None]:

@@ -33,14 +33,22 @@ OF_TWO_THREADS = (256, 0.8)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
+    """`most_bytes`: of all ranges together; larger ranges have fewer layers if need be."""
+
     layers: int
     blocks: int
     kibs: tuple[int, ...]
     groups: tuple[int, ...]
     repeat: int
+    most_bytes: int
+
+    def layers_of(self, kib: int) -> int:
+        """How many layers ranges of that size have."""
+        return max(1, min(self.layers, self.most_bytes // (2 * self.blocks * (kib << 10))))
 
 
-FULL, QUICK = Sizes(32, 64, (16, 64, 256), (1, 5), 9), Sizes(8, 64, (16, 64, 256), (1, 5), 5)
+FULL = Sizes(32, 64, (16, 64, 256), (1, 5), 9, 1 << 30)
+QUICK = Sizes(32, 64, (16, 64, 256), (1, 5), 3, 256 << 20)
 
 Views = list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]
 """(of the object, of local memory)"""
@@ -61,12 +69,13 @@ def measure(sizes: Sizes, say: Callable[[str], object], *, pinned: bool = False)
 
 
 def _figures(kib: int, groups: int, sizes: Sizes, pinned: bool) -> list[Figure]:
-    moved = 2 * sizes.layers * sizes.blocks * (kib << 10)
+    layers = sizes.layers_of(kib)
+    moved = 2 * layers * sizes.blocks * (kib << 10)
     figures: list[Figure] = []
-    with Bench(kib << 10, groups, sizes, pinned=pinned) as bench:
+    with Bench(kib << 10, groups, layers, sizes.blocks, pinned=pinned) as bench:
         for call, measured in (("put", bench.puts(sizes.repeat)), ("get", bench.gets(sizes.repeat))):
             rate = {way: moved / measured.median(way) / 1e9 for way in measured.seconds}
-            case = f"{call}, {kib} KiB, {'one group' if groups == 1 else f'{groups} groups'}"
+            case = f"{call}, {kib} KiB, {layers} layers, {'one group' if groups == 1 else f'{groups} groups'}"
             limit = TARGETS.get(groups, {}).get(kib)
             target = None if limit is None else Target(">=", limit)
             figures.append(Figure(NAME, f"{case} / one-thread copy", rate[ENGINE], rate[ONE], "GB/s", target))
@@ -79,8 +88,7 @@ def _figures(kib: int, groups: int, sizes: Sizes, pinned: bool) -> list[Figure]:
 class Bench:
     """One range size with one number of groups."""
 
-    def __init__(self, nbytes: int, groups: int, sizes: Sizes, *, pinned: bool = False) -> None:
-        layers, blocks = sizes.layers, sizes.blocks
+    def __init__(self, nbytes: int, groups: int, layers: int, blocks: int, *, pinned: bool = False) -> None:
         self._second = _Second()  # before the engine, which pins the threads that are there
         rng = np.random.default_rng(0)
         local_blocks = -(-3 * blocks // (2 * groups))

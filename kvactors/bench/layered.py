@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvactors.bench.compute import NumpyCompute
+from kvactors.bench.compute import Compute, DeviceCompute, NumpyCompute
 from kvactors.bench.figures import Answer, Figure, Target
 from kvactors.bench.rig import BLOCK_TOKENS, Rig, arrived, layout_of
 
@@ -56,32 +56,38 @@ class Times:
 
 
 def measure(sizes: Sizes, say: Callable[[str], object], *, pinned: bool = False) -> Answer:
-    """Both ways in turn, with more and more compute."""
-    work = NumpyCompute()
+    """Both ways in turn, with more and more compute: numpy, which takes a core, and a wait, as for an accelerator."""
     figures: list[Figure] = []
-    with Pass(sizes, work, pinned=pinned) as layered, Pass(sizes, work, pinned=pinned) as whole:
-        layered.run(0, whole=False)
-        first, tail = layered.run(0, whole=False)
-        transfer_s = (first + tail) / sizes.layers
-        for times in COMPUTE:
-            say(f"compute {times:g}x the transfers")
-            calls = work.calls_for(times * transfer_s) if times else 0
-            ours, theirs = Times(), Times()
-            for i in range(sizes.repeat + 1):
-                turn = ((layered, False, ours), (whole, True, theirs))
-                for forward, is_whole, into in turn if i % 2 else turn[::-1]:
-                    first, tail = forward.run(calls, whole=is_whole)
-                    if i:
-                        into.first_token.append(first)
-                        into.tail.append(tail)
-            figures += _figures(times, (sizes.loaded + sizes.saved) * BLOCK_TOKENS, ours, theirs)
+    with Pass(sizes, pinned=pinned) as layered, Pass(sizes, pinned=pinned) as whole:
+        for name, work in (("numpy", NumpyCompute()), ("device", DeviceCompute())):
+            layered.run(work, 0, whole=False)
+            transfer_s = sum(layered.run(work, 0, whole=False)) / sizes.layers
+            for times in COMPUTE if name == "numpy" else COMPUTE[1:]:
+                what = f"{name} compute {times:g}x the transfers"
+                say(what)
+                calls = work.calls_for(times * transfer_s) if times else 0
+                figures += _figures(
+                    what, (sizes.loaded + sizes.saved) * BLOCK_TOKENS, *_taken(layered, whole, work, calls, sizes)
+                )
     return Answer(figures)
 
 
-def _figures(times: float, tokens: int, ours: Times, theirs: Times) -> list[Figure]:
+def _taken(layered: Pass, whole: Pass, work: Compute, calls: int, sizes: Sizes) -> tuple[Times, Times]:
+    ours, theirs = Times(), Times()
+    for i in range(sizes.repeat + 1):
+        turn = ((layered, False, ours), (whole, True, theirs))
+        for forward, is_whole, into in turn if i % 2 else turn[::-1]:
+            first, tail = forward.run(work, calls, whole=is_whole)
+            if i:
+                into.first_token.append(first)
+                into.tail.append(tail)
+    return ours, theirs
+
+
+def _figures(what: str, tokens: int, ours: Times, theirs: Times) -> list[Figure]:
     (first, tail, both), (their_first, their_tail, their_both) = ours.medians(), theirs.medians()
-    case = f"compute {times:g}x the transfers: {{}} / whole objects"
-    faster, more = (Target("<", 1), Target(">", 1)) if times else (None, None)
+    case = f"{what}: {{}} / whole objects"
+    faster, more = (None, None) if " 0x " in what else (Target("<", 1), Target(">", 1))
     return [
         Figure(NAME, case.format("time to first token"), first * 1e3, their_first * 1e3, "ms", faster),
         Figure(NAME, case.format("tokens/s"), tokens / both, tokens / their_both, "tokens/s", more),
@@ -92,11 +98,11 @@ def _figures(times: float, tokens: int, ours: Times, theirs: Times) -> list[Figu
 class Pass:
     """Forward passes of one engine over one pool."""
 
-    def __init__(self, sizes: Sizes, work: NumpyCompute, *, pinned: bool = False) -> None:
+    def __init__(self, sizes: Sizes, *, pinned: bool = False) -> None:
         layout = layout_of(1, sizes.layers, sizes.kib << 10)
         blocks = sizes.loaded + sizes.saved
         self._rig = Rig(layout, blocks, (layout.object_bytes(0) + 4096) * blocks, pinned=pinned)
-        self._work, self._saved = work, sizes.saved
+        self._saved = sizes.saved
         self._ids = {0: list(range(0, blocks, 2)) + list(range(1, blocks, 2))}
         self._load, self._save = range(sizes.loaded), range(sizes.loaded, blocks)
         self._prefix = self._rig.fresh(sizes.loaded)
@@ -110,9 +116,9 @@ class Pass:
     def __exit__(self, *_: object) -> None:
         self._rig.__exit__()
 
-    def run(self, calls: int, *, whole: bool) -> tuple[float, float]:
+    def run(self, work: Compute, calls: int, *, whole: bool) -> tuple[float, float]:
         """One forward pass with that many calls of compute on each layer. Seconds to the first token, and of the tail."""
-        rig, layers, compute, now = self._rig, self._rig.layers, self._work.run, time.perf_counter
+        rig, layers, compute, now = self._rig, self._rig.layers, work.run, time.perf_counter
         fresh = rig.fresh(self._saved)
         request = rig.request([*self._prefix, *fresh], self._ids, load=self._load, save=self._save)
         began = now()

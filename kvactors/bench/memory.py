@@ -91,13 +91,13 @@ def answer(requests: int, samples: Sequence[Sample]) -> Answer:
     return Answer(figures)
 
 
-def run(requests: int) -> list[Sample]:
+def run(requests: int, store_bytes: int = _STORE_BYTES) -> list[Sample]:
     """Plays that many requests and samples after each batch.
 
     Raises:
         StoreError: nothing was ever loaded, or sessions stay open: then it was not the engine that was measured.
     """
-    store = MemoryStore(_STORE_BYTES)
+    store = MemoryStore(store_bytes)
     with Rig(layout_of(2, _LAYERS, _NBYTES), _BATCH * _BLOCKS, 0, EngineConfig(prefetch_layers=1), store=store) as rig:
         taken = _play(rig, max(10, requests // _BATCH))
         rig.engine.drain()

@@ -1,9 +1,10 @@
 """How much of the shorter of compute and transfer is hidden behind the longer: a step beside max(compute, transfer).
 
 A forward pass of equal layers: wait for the layer's loads, compute, signal it. The compute is numpy in the cache, so that it
-takes neither the GIL nor memory bandwidth; but it takes a core, which the transfers had when they ran alone. `transfer` is
-the same step without compute, `compute` the same compute without the engine, all three in turn. What cannot be hidden is the
-first layer's load, or the last layer's save, so more layers make the ratio smaller.
+takes neither the GIL nor memory bandwidth; but it takes a core, which the transfers had when they ran alone. So the same is
+measured with a compute that only waits, as for an accelerator. `transfer` is the same step without compute, `compute` the same
+compute without the engine, all three in turn. What cannot be hidden is the first layer's load, or the last layer's save, so
+more layers make the ratio smaller.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from kvactors.bench.compute import NumpyCompute
+from kvactors.bench.compute import Compute, DeviceCompute, NumpyCompute
 from kvactors.bench.figures import Answer, Figure, Target
 from kvactors.bench.measure import in_turn, timed
 from kvactors.bench.rig import Rig, arrived, layout_of
@@ -42,47 +43,52 @@ FULL, QUICK = Sizes(32, 96, 256, 7), Sizes(32, 32, 256, 3)
 
 def measure(sizes: Sizes, say: Callable[[str], object], *, pinned: bool = False, observer: Observer | None = None) -> Answer:
     """Loads and saves, each with more, as much and less compute than transfer; `observer` gets the spans of one more step."""
-    work = NumpyCompute()
-    figures, notes = [], []
+    figures: list[Figure] = []
+    notes: list[str] = []
+    works: dict[str, Compute] = {"numpy": NumpyCompute(), "device": DeviceCompute()}
     for kind in KINDS:
         say(f"{kind}s")
-        with Bench(kind, sizes, work, pinned=pinned) as bench:
-            bench.step(0)
-            transfer_s = sorted(bench.step(0) for _ in range(3))[1] / sizes.layers
-            calls = {times: work.calls_for(times * transfer_s) for times in TARGETS}
-            ways = {"transfer": partial(bench.step, 0)}
-            for times, n in calls.items():
-                ways[f"compute {times}"] = partial(bench.compute, n)
-                ways[f"step {times}"] = partial(bench.step, n)
-            measured = in_turn(ways, sizes.repeat)
-        transfer = measured.median("transfer")
-        for times, limit in TARGETS.items():
-            compute, step = measured.median(f"compute {times}"), measured.median(f"step {times}")
-            case = f"{kind}, compute {times:g}x the transfer / max(compute, transfer)"
-            longer = max(compute, transfer)
-            figures.append(Figure(NAME, case, step * 1e3, longer * 1e3, "ms", Target("<=", limit)))
-            short = "" if compute / sizes.layers >= LEAST_COMPUTE_S else ": less than 2 ms, so the target says little"
-            notes.append(
-                f"overlap, {kind}, {times:g}x: a layer computes for {compute / sizes.layers * 1e3:.1f} ms and moves for "
-                f"{transfer / sizes.layers * 1e3:.1f} ms{short}"
-            )
+        with Bench(kind, sizes, pinned=pinned) as bench:
+            for name, work in works.items():
+                transfer, taken = _taken(bench, work, sizes)
+                moves_ms = transfer / sizes.layers * 1e3
+                for times, (compute, step) in taken.items():
+                    what = f"{kind}, {name} compute {times:g}x the transfer"
+                    longer = max(compute, transfer)
+                    target = Target("<=", TARGETS[times])
+                    figures.append(Figure(NAME, f"{what} / max(compute, transfer)", step * 1e3, longer * 1e3, "ms", target))
+                    layer_s = compute / sizes.layers
+                    short = "" if layer_s >= LEAST_COMPUTE_S else ": less than 2 ms of compute, so its target says little"
+                    notes.append(f"overlap, {what}: a layer computes {layer_s * 1e3:.1f} ms, moves {moves_ms:.1f} ms{short}")
     if observer is not None:
-        with Bench("load", sizes, work, observer=observer) as bench:
-            bench.step(0)
-            bench.step(work.calls_for(LEAST_COMPUTE_S), observer)
+        with Bench("load", sizes, observer=observer) as bench:
+            bench.step(works["numpy"], 0)
+            bench.step(_Watched(works["numpy"], observer), works["numpy"].calls_for(LEAST_COMPUTE_S))
     return Answer(figures, notes)
+
+
+def _taken(bench: Bench, work: Compute, sizes: Sizes) -> tuple[float, dict[float, tuple[float, float]]]:
+    """Seconds of the transfer alone, and of (the compute alone, both) for each multiple of it."""
+    bench.step(work, 0)
+    transfer_s = sorted(bench.step(work, 0) for _ in range(3))[1] / sizes.layers
+    ways = {"transfer": partial(bench.step, work, 0)}
+    for times in TARGETS:
+        calls = work.calls_for(times * transfer_s)
+        ways[f"compute {times}"] = partial(bench.compute, work, calls)
+        ways[f"step {times}"] = partial(bench.step, work, calls)
+    measured = in_turn(ways, sizes.repeat)
+    taken = {times: (measured.median(f"compute {times}"), measured.median(f"step {times}")) for times in TARGETS}
+    return measured.median("transfer"), taken
 
 
 class Bench:
     """Forward passes that load, or save, the same number of blocks on every layer."""
 
-    def __init__(
-        self, kind: str, sizes: Sizes, work: NumpyCompute, *, pinned: bool = False, observer: Observer | None = None
-    ) -> None:
+    def __init__(self, kind: str, sizes: Sizes, *, pinned: bool = False, observer: Observer | None = None) -> None:
         layout = layout_of(1, sizes.layers, sizes.kib << 10)
         store_bytes = (layout.object_bytes(0) + 4096) * sizes.blocks
         self._rig = Rig(layout, sizes.blocks, store_bytes, pinned=pinned, observer=observer)
-        self._kind, self._work = kind, work
+        self._kind = kind
         self._ids, self._every = {0: list(range(0, sizes.blocks, 2)) + list(range(1, sizes.blocks, 2))}, range(sizes.blocks)
         self._hashes: list[bytes] = []
         if kind == "load":
@@ -97,29 +103,28 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         self._rig.__exit__()
 
-    def compute(self, calls: int) -> float:
+    def compute(self, work: Compute, calls: int) -> float:
         """The compute of all layers alone, seconds."""
 
         def act() -> None:
             for _ in self._rig.layers:
-                self._work.run(calls)
+                work.run(calls)
 
         return timed(act)
 
-    def step(self, calls: int, observer: Observer | None = None) -> float:
+    def step(self, work: Compute, calls: int) -> float:
         """A forward pass with that many calls on each layer, until its blocks may be reused; seconds."""
         rig = self._rig
         if self._kind == "load":
             request = rig.request(self._hashes, self._ids, load=self._every)
         else:
             request = rig.request(rig.fresh(len(self._every)), self._ids, save=self._every)
-        work = self._work.run if observer is None else _Watched(self._work, observer).run
         began = time.perf_counter()
         step = rig.engine.begin_step([request])
         for layer in rig.layers:
             arrived(step, layer)
             if calls:
-                work(calls)
+                work.run(calls)
             step.layer_ready(layer)
             step.checkpoint(layer)
         step.end()
@@ -134,8 +139,11 @@ class Bench:
 class _Watched:
     """Compute whose layers are spans of a track, so that what lies between two of them is a wait."""
 
-    def __init__(self, work: NumpyCompute, observer: Observer) -> None:
+    def __init__(self, work: Compute, observer: Observer) -> None:
         self._work, self._observer, self._clock, self._layer = work, observer, MonotonicClock(), 0
+
+    def calls_for(self, seconds: float) -> int:
+        return self._work.calls_for(seconds)
 
     def run(self, calls: int) -> None:
         began = self._clock.now()

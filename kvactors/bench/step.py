@@ -45,7 +45,7 @@ class Sizes:
 
 
 FULL = Sizes(60, 15, (1, 5), (1, 16, 256), (1, 16), 9)
-QUICK = Sizes(60, 0, (1, 5), (1, 16, 256), (1, 16), 3)
+QUICK = Sizes(60, 0, (1, 5), (1, 16), (1, 16), 3)
 
 
 class Case(NamedTuple):

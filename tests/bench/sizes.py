@@ -9,7 +9,7 @@ from kvactors.bench import copy, groups, hooks, layered, memory, overlap, replay
 SEED = replay.Model("seed-example", 0, 1, 1, 3.0)
 
 TINY: dict[str, tuple[Any, Any]] = {
-    "copy": (copy, copy.Sizes(2, 8, (16, 256), (1, 5), 2)),
+    "copy": (copy, copy.Sizes(2, 8, (16, 256), (1, 5), 2, 1 << 30)),
     "hooks": (hooks, hooks.Sizes(3, 16, 2, 2, 1e-4)),
     "step": (step, step.Sizes(4, 2, (1, 5), (1, 3), (1, 2), 2)),
     "overlap": (overlap, overlap.Sizes(3, 4, 16, 2)),
@@ -22,11 +22,11 @@ TINY: dict[str, tuple[Any, Any]] = {
 
 CASES = {
     "copy": 16,
-    "hooks": 6,
+    "hooks": 7,
     "step": 4 * (2 + 3),
-    "overlap": 6,
+    "overlap": 12,
     "replay": 1,
-    "layered": 12,
+    "layered": 21,
     "groups": 1,
     "memory": 4,
 }
