@@ -84,6 +84,7 @@ def ask(name: str, tokens: int, params: dict[str, Any] | None, hash_tokens: int 
     """One of vLLM's requests. The prompt is 0, 1, 2, …, so that requests share prefixes."""
     extra = None if params is None else {"kv_transfer_params": dict(params)}
     sampling = SamplingParams(max_tokens=8, extra_args=extra, **more)
+    init_none_hash(sha256)
     hasher = get_request_block_hasher(hash_tokens, sha256)
     return Request(name, list(range(tokens)), sampling, None, block_hasher=hasher)
 
@@ -92,7 +93,6 @@ class Instance:
     """vLLM's scheduler as far as the hand-off sees it, in vLLM's order."""
 
     def __init__(self, config: KVCacheConfig, *, sends: bool = False, receives: bool = False) -> None:
-        init_none_hash(sha256)
         self.block = max(group.kv_cache_spec.block_size for group in config.kv_cache_groups)
         self.config = config
         self.manager = KVCacheManager(config, 4096, self.block, self.block)
