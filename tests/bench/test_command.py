@@ -126,7 +126,7 @@ def test_without_names_all_run_in_order(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 USAGE = [
-    (("nothing",), "is not one of"),
+    (("nothing",), "Invalid value for"),
     (("staging", "copy"), "staging is a measurement of its own"),
     (("copy", "--timeline", "t.json"), "--timeline: only step and overlap"),
     (("copy", "--trace", __file__), "--trace: only replay"),
