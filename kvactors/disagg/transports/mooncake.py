@@ -24,7 +24,7 @@ from kvactors.disagg.descriptors import Descriptors
 from kvactors.disagg.transports.native import NativeEngine, transfer_engine_class
 from kvactors.disagg.transports.writer import Job, PeerWriter
 from kvactors.disagg.transports.writing import WriteCounts, require_writable, to_its_end
-from kvactors.errors import KVActorsError, StoreError, TransferFailedError
+from kvactors.errors import StoreError, TransferFailedError
 from kvactors.log import get_logger
 from kvactors.stores.regions import Regions
 
@@ -61,14 +61,20 @@ class MooncakeTransport:
         self._regions = Regions()
         self._known: dict[int, int] = {}
         self._writers: OrderedDict[str, PeerWriter] = OrderedDict()
+        self._leaving: list[PeerWriter] = []
         self._jobs: set[Job] = set()
         self._lock = threading.Lock()
-        self._closed = False
+        self._wrote = self._closed = False
 
     def register(self, address: int, nbytes: int) -> None:
-        """See `Transport.register`. StoreError also for a range that overlaps one before, or after `close`."""
+        """See `Transport.register`. Over anything but TCP, StoreError also once something was written."""
         with self._lock:
-            self._require_open("register")
+            if self._closed:
+                raise StoreError("register: the transport was closed; make another")
+            if self._wrote and self._where[1] != "tcp":
+                raise StoreError(
+                    f"register: {self._where[1]} engines have the memory as it was at the first write; register before"
+                )
             regions = self._regions.with_region(address, nbytes)
             self._receiver.register([address], [nbytes])
             self._regions = regions
@@ -89,9 +95,9 @@ class MooncakeTransport:
 
     async def _write(self, memory: str, descriptors: Descriptors) -> None:
         loop = asyncio.get_running_loop()
-        ended: asyncio.Future[KVActorsError | None] = loop.create_future()
+        ended: asyncio.Future[TransferFailedError | None] = loop.create_future()
 
-        def told(error: KVActorsError | None) -> None:
+        def told(error: TransferFailedError | None) -> None:
             try:
                 loop.call_soon_threadsafe(ended.set_result, error)
             except RuntimeError:  # the loop was closed, so nobody waits
@@ -103,6 +109,7 @@ class MooncakeTransport:
                 raise TransferFailedError("the transport was closed; nothing was sent")
             self._writer(memory).add(job)
             self._jobs.add(job)
+            self._wrote = True
         try:
             failed = await to_its_end(ended, job.end_soon)
         finally:
@@ -115,9 +122,8 @@ class MooncakeTransport:
     async def forget(self, memory: str) -> None:
         """See `Transport.forget`: ends the sending engine, after writes under way. Never raises."""
         with self._lock:
-            writer = self._writers.pop(memory, None)
-        if writer is not None:
-            writer.end()
+            if memory in self._writers:
+                self._let_go(memory)
 
     def close(self) -> None:
         """See `Transport.close`. Blocks for what `end` of the engines takes, a fraction of a second each.
@@ -128,21 +134,16 @@ class MooncakeTransport:
             if self._closed:
                 return
             self._closed = True
-            writers = list(self._writers.values())
-            self._writers.clear()
             for job in self._jobs:
                 job.end_soon()
-        for writer in writers:
-            writer.end()
+            for memory in list(self._writers):
+                self._let_go(memory)
+            writers = self._leaving
         deadline = time.monotonic() + self._close_deadline_s
         for writer in writers:
             if not writer.ended.wait(max(0.0, deadline - time.monotonic())):
                 log.warning("closed while a native write is under way", memory=writer.memory)
         self._receiver.end()
-
-    def _require_open(self, what: str) -> None:
-        if self._closed:
-            raise StoreError(f"{what}: the transport was closed; make another")
 
     def _writer(self, memory: str) -> PeerWriter:
         """Under the lock."""
@@ -158,7 +159,13 @@ class MooncakeTransport:
             idle = next((m for m, writer in self._writers.items() if not writer.jobs), None)
             if idle is None:
                 raise TransferFailedError(f"writes to {MOST_PEERS} peers are under way; send to fewer at the same time")
-            self._writers.pop(idle).end()
+            self._let_go(idle)
+
+    def _let_go(self, memory: str) -> None:
+        """Under the lock."""
+        writer = self._writers.pop(memory)
+        writer.end()
+        self._leaving = [*(w for w in self._leaving if not w.ended.is_set()), writer]
 
     def _sending_engine(self) -> NativeEngine:
         """On a writer's thread. Over TCP a source need not be registered, and what is not registered no peer can write to."""

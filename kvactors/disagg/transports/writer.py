@@ -17,7 +17,7 @@ import numpy as np
 from kvactors.core.store import Addresses
 from kvactors.disagg.descriptors import Descriptors
 from kvactors.disagg.transports.native import NativeEngine
-from kvactors.errors import KVActorsError, TransferFailedError
+from kvactors.errors import TransferFailedError
 from kvactors.log import get_logger
 
 log = get_logger("kvactors.transport")
@@ -29,12 +29,25 @@ MOST_BYTES = 256 << 20
 """In one native call, unless one range is longer: it has 30 s, whatever the network does."""
 
 RETRY_WITHIN_S = 0.5
-"""A call that failed sooner than this met connections that were lost, or a process: a fresh engine tries once more. One that
-failed later waited for a peer that may be frozen, and would again."""
+"""A call that failed sooner than this, on connections that had worked, met some that were lost: a fresh engine tries once more.
+One that failed later waited for a peer that may be frozen, and would again; one on fresh connections would fail again."""
 
 SETTLE_S = 0.5
 """How long after a successful second try a write goes on: what the first one left in socket buffers lands meanwhile, so that
 nothing lands after a write that ended well."""
+
+
+class CallFailedError(Exception):
+    """A native call answered an error; its engine was ended.
+
+    Attributes:
+        seconds: how long it took.
+        worked: whether its engine had done a call before.
+    """
+
+    def __init__(self, seconds: float, worked: bool) -> None:
+        self.seconds, self.worked = seconds, worked
+        super().__init__(f"after {seconds:.1f} s")
 
 
 class Job:
@@ -47,7 +60,7 @@ class Job:
         retries: calls that were made twice.
     """
 
-    def __init__(self, descriptors: Descriptors, told: Callable[[KVActorsError | None], None]) -> None:
+    def __init__(self, descriptors: Descriptors, told: Callable[[TransferFailedError | None], None]) -> None:
         self.descriptors, self.told = descriptors, told
         self.stop = False
         self.retries = 0
@@ -91,12 +104,12 @@ class PeerWriter:
     def _work(self) -> None:
         try:
             while (job := self._queue.get()) is not None:
-                error: KVActorsError | None = None
+                error: TransferFailedError | None = None
                 try:
                     self._run(job)
-                except KVActorsError as failed:
+                except TransferFailedError as failed:
                     error = failed
-                except Exception as broken:  # of the native code, or out of memory
+                except Exception as broken:  # of setting up an engine, of the native code, or out of memory
                     error = TransferFailedError(f"writing to {self.memory} failed: {broken!r}")
                 with self._lock:
                     self.jobs -= 1
@@ -109,40 +122,50 @@ class PeerWriter:
         for part in parts(job.descriptors.nbytes):
             if job.stop:
                 raise TransferFailedError(f"stopped before descriptor {part.start} of {len(job.descriptors)} to {self.memory}")
-            began = time.monotonic()
-            if self._sent(job.descriptors, part):
-                continue
-            took = time.monotonic() - began
-            if job.stop or job.retries or took > RETRY_WITHIN_S:
-                raise self._failure(job, part, took)
-            job.retries += 1
-            log.info("a write failed and is tried once more", memory=self.memory, seconds=round(took, 3))
-            if not self._sent(job.descriptors, part):
-                raise self._failure(job, part, time.monotonic() - began)
+            try:
+                self._call(job.descriptors, part)
+            except CallFailedError as failed:
+                if job.stop or job.retries or failed.seconds > RETRY_WITHIN_S or not failed.worked:
+                    raise self._failure(job, part, failed) from failed
+                self._again(job, part)
         if job.retries:
             time.sleep(SETTLE_S)
 
-    def _sent(self, what: Descriptors, part: slice) -> bool:
+    def _again(self, job: Job, part: slice) -> None:
+        job.retries += 1
+        log.info("connections were lost; a part of a write is sent again", memory=self.memory)
+        try:
+            self._call(job.descriptors, part)
+        except CallFailedError as failed:
+            raise self._failure(job, part, failed) from failed
+
+    def _call(self, what: Descriptors, part: slice) -> None:
+        """One native call. However it fails, its engine has ended by then."""
         arrived = False
+        worked = self._engine is not None
+        began = time.monotonic()
         try:
             if self._engine is None:
                 self._engine = self._make()
-            lists = (array[part].tolist() for array in (what.src, what.dst, what.nbytes))
-            arrived = self._engine.write(self.memory, *lists)
+            src, dst, nbytes = (array[part].tolist() for array in (what.src, what.dst, what.nbytes))
+            arrived = self._engine.write(self.memory, src, dst, nbytes)
+            seconds = time.monotonic() - began
         finally:
             if not arrived:
                 self._end_engine()
-        return arrived
+        if not arrived:
+            raise CallFailedError(seconds, worked)
 
     def _end_engine(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.end()
 
-    def _failure(self, job: Job, part: slice, took: float) -> TransferFailedError:
+    def _failure(self, job: Job, part: slice, failed: CallFailedError) -> TransferFailedError:
+        which = f"descriptors {part.start} to {part.stop - 1} of {len(job.descriptors)}"
         return TransferFailedError(
-            f"writing descriptors {part.start} to {part.stop - 1} of {len(job.descriptors)} to {self.memory} failed after "
-            f"{took:.1f} s: the peer is gone, frozen, or has not registered the memory; see whether it lives, and its log"
+            f"writing {which} to {self.memory} failed {failed}: the peer is gone, frozen, or has not registered the memory; "
+            "see whether it lives, and its log"
         )
 
 
