@@ -94,9 +94,9 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
                 self._scheduler = self._new_scheduler(vllm_config, kv_cache_config)
                 self._pins = self._scheduler.pins
             if self._hands_over:
-                self._handing = self._new_handing(kv_cache_config)
+                self._handing = self._new_handing(vllm_config, kv_cache_config)
 
-    def _new_handing(self, kv_cache_config: KVCacheConfig) -> HandoffScheduler | None:
+    def _new_handing(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> HandoffScheduler | None:
         try:
             groups = handoff_groups(kv_cache_config)
         except LayoutError as error:
@@ -110,6 +110,7 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
             sends=sends(self._role_name),
             receives=receives(self._role_name),
             replays=any(getattr(spec, "prefix_replay_tokens", 0) for spec in specs),
+            lookahead=int(getattr(vllm_config, "num_prefill_lookahead_tokens", 0)),
         )
 
     def _new_scheduler(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerSide:

@@ -46,14 +46,23 @@ class HandoffScheduler:
         groups: those that take part, in order.
         hash_tokens: tokens per fine hash of `Request.block_hashes`.
         sends, receives: what the role allows.
-        replays: decode computes more than the last token by itself (a bounded replay of windows), so nothing may reach it.
+        replays: windows are replayed to a bound after a hit; decode's last token is laid out as with a recurrent state.
+        lookahead: tokens that a speculative prefill drafts ahead.
     """
 
     def __init__(
-        self, groups: Sequence[HandoffGroup], *, hash_tokens: int, sends: bool, receives: bool, replays: bool = False
+        self,
+        groups: Sequence[HandoffGroup],
+        *,
+        hash_tokens: int,
+        sends: bool,
+        receives: bool,
+        replays: bool = False,
+        lookahead: int = 0,
     ) -> None:
         self._groups, self._hash_tokens = groups, hash_tokens
         self._sends, self._receives = sends, receives
+        self._lookahead = lookahead
         self._stops_early = replays or any(g.kind is GroupKind.STATE for g in groups)
         self._has_state = any(g.kind is GroupKind.STATE for g in groups)
         self._plan = HandoffPlan()
@@ -97,6 +106,7 @@ class HandoffScheduler:
         return boundary(
             tokens,
             has_state=self._stops_early or loses_a_block(self._groups, tokens),
+            lookahead=self._lookahead,
             skips_prefix_cache=bool(getattr(request, "skip_reading_prefix_cache", False)),
             has_ids=request.prompt_token_ids is not None,
         )

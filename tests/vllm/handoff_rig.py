@@ -92,12 +92,12 @@ def ask(name: str, tokens: int, params: dict[str, Any] | None, hash_tokens: int 
 class Instance:
     """vLLM's scheduler as far as the hand-off sees it, in vLLM's order."""
 
-    def __init__(self, config: KVCacheConfig, *, sends: bool = False, receives: bool = False) -> None:
+    def __init__(self, config: KVCacheConfig, *, sends: bool = False, receives: bool = False, lookahead: int = 0) -> None:
         self.block = max(group.kv_cache_spec.block_size for group in config.kv_cache_groups)
         self.config = config
         self.manager = KVCacheManager(config, 4096, self.block, self.block)
         self.groups = handoff_groups(config)
-        self.side = HandoffScheduler(self.groups, hash_tokens=self.block, sends=sends, receives=receives)
+        self.side = HandoffScheduler(self.groups, hash_tokens=self.block, sends=sends, receives=receives, lookahead=lookahead)
         self.tokens: dict[tuple[int, int], dict[int, int]] = {}
         """(group, block) -> slot -> token"""
         self.states: dict[tuple[int, int], int] = {}

@@ -103,6 +103,20 @@ def test_how_many_tokens_decode_asks_for(config: Any, tokens: int, asked: int) -
     assert request.kv_transfer_params["do_remote_prefill"]
 
 
+@pytest.mark.parametrize(
+    ("config", "lookahead", "kept"), [(full, 0, 40), (full, 1, 40), (full, 3, 38), (recurrent, 1, 39), (recurrent, 3, 38)]
+)
+def test_a_prefill_that_drafts_ahead_stops_earlier(config: Any, lookahead: int, kept: int) -> None:
+    p = Instance(config(), sends=True, lookahead=lookahead)
+    d = Instance(config(), receives=True, lookahead=lookahead)
+    p.prefill("p", 40)
+    request = d.request("d", 40, DECODE)
+    assert d.admit(request) == kept
+    hand_over(p, d)
+    d.arrive(request)
+    assert d.missing(request) == []
+
+
 def test_a_local_prefix_is_not_asked_for() -> None:
     d = decode()
     d.seen(33)
