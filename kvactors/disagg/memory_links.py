@@ -42,8 +42,6 @@ class MemoryLink:
         self._under_way: deque[bytes | str] = deque()
         """What the other end sent and has not arrived: frames, or why it ended the link."""
         self._arrived: deque[bytes] = deque()
-        self._latest_s = 0.0
-        """When the last of what is under way arrives."""
         self._ended = ""
         self._over = False
         """Nothing arrives any more; what has arrived can still be received."""
@@ -133,13 +131,11 @@ class MemoryLink:
         """Puts a frame under way to this end, behind what is under way already."""
         if self._over:
             return
-        loop = asyncio.get_running_loop()
-        self._latest_s = max(self._latest_s, loop.time() + self._delay_s())
         self._under_way.append(frame)
-        loop.call_at(self._latest_s, self._arrive)
+        asyncio.get_running_loop().call_later(self._delay_s(), self._arrive)
 
     def _arrive(self) -> None:
-        """Lets the first of what is under way arrive, whichever timer this is: order does not depend on the loop's."""
+        """Lets the first of what is under way arrive, whichever it is whose time has come: the order is kept."""
         if self._over or not self._under_way:
             return
         frame = self._under_way.popleft()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -12,8 +13,9 @@ import sys
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
+import aiohttp
 import msgspec
 import pytest
 import uvloop
@@ -136,6 +138,18 @@ async def test_broken_frames_end_the_link(sent: bytes, code: int, logged: list[s
     assert any(f"{code}" in text for text in logged)
 
 
+async def test_nothing_is_compressed() -> None:
+    """A small compressed frame could grow to a large message."""
+    async with (
+        websocket_place(echo) as place,
+        aiohttp.ClientSession() as session,
+        session.ws_connect(place.address, compress=15) as peer,
+    ):
+        assert not peer.compress
+        await peer.send_bytes(encode(Sent("a")))
+        assert decode((await peer.receive(LIMIT_S)).data) == Sent("a")
+
+
 async def test_a_client_answers_bad_frames_too(logged: list[str]) -> None:
     async def serve(link: Any) -> None:
         await link._socket.send_bytes(b"\xc1")
@@ -201,7 +215,7 @@ async def test_a_peer_that_sends_garbage_and_reads_nothing_is_dropped() -> None:
 
     async def serve(link: Any) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.05):
+            async with asyncio.timeout(0.02):
                 while True:
                     await link.send(Refused("a", "x" * 60_000))
         full.set()
@@ -406,12 +420,12 @@ async def test_a_frozen_server_is_not_gone() -> None:
         address = (await process.stdout.readline()).decode().strip()
         link = await websockets.connect(address, LIMIT_S)
         process.send_signal(signal.SIGSTOP)
-        with pytest.raises(PeerUnreachableError, match=r"does not answer in 0\.2 s") as caught:
-            await websockets.connect(address, 0.2)
+        with pytest.raises(PeerUnreachableError, match=r"does not answer in 0\.1 s") as caught:
+            await websockets.connect(address, 0.1)
         assert not isinstance(caught.value, PeerGoneError)
         await link.send(Sent("a"))
         with pytest.raises(TimeoutError):
-            await link.receive(0.1)
+            await link.receive(0.02)
         process.send_signal(signal.SIGCONT)
         assert await link.receive(LIMIT_S) == Sent("a")
         await link.close()
@@ -431,6 +445,27 @@ async def test_who_does_not_answer() -> None:
             with pytest.raises(PeerUnreachableError, match=address) as caught:
                 await websockets.connect(address, LIMIT_S)
             assert not isinstance(caught.value, PeerGoneError), address
+
+
+@pytest.mark.parametrize(
+    ("number", "gone"),
+    [
+        (errno.ECONNREFUSED, True),
+        (errno.ENETUNREACH, False),
+        (errno.EHOSTUNREACH, False),
+        (errno.ETIMEDOUT, False),
+        (errno.ECONNRESET, False),
+        (errno.EMFILE, False),
+        (None, False),
+    ],
+)
+async def test_only_a_refused_connection_says_that_a_peer_is_gone(number: int | None, gone: bool) -> None:
+    error = aiohttp.ClientConnectorError(cast(Any, None), OSError(number, "as if"))
+    with pytest.raises(PeerUnreachableError, match="ws://h:1") as caught:
+        async with websockets.unreachable("worker", "ws://h:1", LIMIT_S):
+            raise error
+    assert isinstance(caught.value, PeerGoneError) == gone
+    assert "as if" in str(caught.value)
 
 
 @pytest.mark.parametrize("says", [b"", b"HTTP/1.1 200 OK\r\n\r\n", b"SSH-2.0-x\r\n"])
