@@ -23,8 +23,6 @@ from tests.disagg.transports.peer_process import ROOT, PeerProcess
 
 MIB = 1 << 20
 SOURCE_BYTES = 32 * MIB
-FROZEN_S = 2
-"""How long a write waits for a frozen peer."""
 
 
 def _problem() -> str:
@@ -55,11 +53,9 @@ def peer() -> Iterator[PeerProcess]:
 @pytest.fixture(scope="module")
 def shared_transport(source: Source) -> Iterator[MooncakeTransport]:
     """Of all tests that do not close it: an engine takes a second to end in its first second."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", str(FROZEN_S))
-        transport = opened(source)
-        yield transport
-        transport.close()
+    transport = opened(source)
+    yield transport
+    transport.close()
 
 
 @pytest.fixture
@@ -200,10 +196,17 @@ async def test_a_killed_peer_fails_its_writes_only(transport: MooncakeTransport,
     await transport.forget(victim.memory)
 
 
+@pytest.mark.parametrize(("variable", "frozen_s"), [("MC_TCP_PROGRESS_TIMEOUT_SEC", 2), ("MC_TRANSFER_TIMEOUT", 5)])
 async def test_after_an_error_nothing_is_sent_but_what_is_on_its_way(
-    transport: MooncakeTransport, source: Source, peer: PeerProcess
+    transport: MooncakeTransport,
+    source: Source,
+    peer: PeerProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    frozen_s: float,
 ) -> None:
     """A frozen peer: the write fails, the source is used for something else, the peer wakes up."""
+    monkeypatch.setenv(variable, str(frozen_s))
     with PeerProcess(16 * MIB) as frozen:
         await transport.write(frozen.memory, blocks(source, frozen, 1, 64))
         frozen.bytes[:] = 0
@@ -214,7 +217,7 @@ async def test_after_an_error_nothing_is_sent_but_what_is_on_its_way(
         assert not writing.done()
         with pytest.raises(TransferFailedError, match="frozen"):
             await writing
-        assert FROZEN_S - 0.5 < time.monotonic() - began < FROZEN_S + 4
+        assert frozen_s - 0.5 < time.monotonic() - began < frozen_s + 4
         assert not frozen.bytes.any()
         kept = source.copy()
         source[:] = 255
