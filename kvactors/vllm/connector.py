@@ -320,7 +320,8 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
         handshakes = {at: m for at, m in metadata.items() if isinstance(m, Handshake)}
         if not handshakes:
-            log.error("no worker published its layout (another connector's did?); nothing is loaded and nothing saved")
+            log.error("no worker published its layout (another connector's did?); nothing is loaded, saved or handed over")
+            self._handing = None
             return
         if self._scheduler is not None:
             self._scheduler.connect(handshakes)

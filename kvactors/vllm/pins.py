@@ -1,4 +1,4 @@
-"""Blocks that a late store call may still write: held in vLLM's pool, so that nobody gets them, until the call returned."""
+"""Blocks that a late store call, or a late hand-off, may still write: held in vLLM's pool until it no longer can."""
 
 from __future__ import annotations
 
