@@ -263,7 +263,9 @@ class Loader:
                 if session is not None:  # the call itself holds its sessions until it returns (I6)
                     session.refs += 1
                     session.lost_refs += 1
-        if c.table.record is not None and done.outcomes.count(Outcome.OK) != len(done.outcomes):
+        if done.outcomes.count(Outcome.OK) == len(done.outcomes):
+            return
+        if c.table.record is not None:
             for row, outcome in zip(call.rows.tolist(), done.outcomes, strict=True):
                 if outcome is not Outcome.OK:
                     what = f"get layer {call.layer} failed ({outcome.value})"

@@ -73,11 +73,15 @@ class StepLoads:
         if layer in self.started or layer not in self.ranges.layers:
             return []
         self.started.add(layer)
-        rows = np.array([row for row in range(len(self.keys)) if row not in lost], dtype=np.intp)
+        rows = np.arange(len(self.keys), dtype=np.intp)
+        if lost:
+            rows = np.array([row for row in rows.tolist() if row not in lost], dtype=np.intp)
         return range_calls(self.ranges, layer, rows, self.keys, self.block_ids, most_rows) if len(rows) else []
 
     def returned(self, call: RangeCall, outcomes: Sequence[Outcome]) -> None:
-        good = np.fromiter((o is Outcome.OK for o in outcomes), dtype=bool, count=len(outcomes))
+        good = np.ones(len(outcomes), dtype=bool)
+        if outcomes.count(Outcome.OK) != len(outcomes):
+            good[:] = [o is Outcome.OK for o in outcomes]
         self._missed[call.rows[good]] -= call.last_piece - call.first_piece
         self.bytes_delivered += int(good.sum()) * call.batch.nbytes_per_key
 

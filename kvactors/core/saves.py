@@ -113,10 +113,10 @@ class StepSaves:
     def returned(self, call: RangeCall, outcomes: Sequence[Outcome]) -> None:
         """A call came back: covers the pieces that went well, kills the keys of those that did not."""
         self._inflight[call.rows] -= 1
-        bad = [i for i, o in enumerate(outcomes) if o is not Outcome.OK]
-        if not bad:
+        if outcomes.count(Outcome.OK) == len(outcomes):
             self._coverage.add(call.rows, call.first_piece, call.last_piece)
             return
+        bad = [i for i, o in enumerate(outcomes) if o is not Outcome.OK]
         good = np.ones(len(call.rows), dtype=bool)
         good[bad] = False
         self._coverage.add(call.rows[good], call.first_piece, call.last_piece)
