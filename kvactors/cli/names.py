@@ -95,3 +95,9 @@ def simulated_faults() -> Iterable[str]:
     from kvactors.simulate.faults import ALL, PRESETS
 
     return (*PRESETS, ALL)
+
+
+def trace_formats() -> Iterable[str]:
+    from kvactors.replay.formats import FORMATS
+
+    return FORMATS

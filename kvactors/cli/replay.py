@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvactors.cli.groups import example
-from kvactors.cli.names import Named, check_name, fault_plans, layout_names, store_names, suggestion
+from kvactors.cli.names import Named, check_name, fault_plans, layout_names, store_names, suggestion, trace_formats
 from kvactors.cli.options import check_outputs, file_name, finite, layout_options, rate, resolve_layout, size
 from kvactors.console import log_from
 
@@ -22,6 +22,13 @@ _SECONDS = click.FloatRange(min=0)
 
 @click.command(epilog=example("kvactors replay examples/sample_trace.jsonl --layout gemma-3-27b --scale 4096 --html run.html"))
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, readable=True))
+@click.option(
+    "--format",
+    "format_name",
+    metavar="NAME",
+    type=Named(trace_formats),
+    help="Of the trace: mooncake, bailian, jsonl, csv. [default: by its first row]",
+)
 @click.option(
     "--layout",
     "layout_name",
@@ -85,6 +92,7 @@ _SECONDS = click.FloatRange(min=0)
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON report in place of the summary.")
 def replay(
     trace: str,
+    format_name: str | None,
     layout_name: str,
     block_tokens: int | None,
     scale: int,
@@ -127,6 +135,8 @@ def replay(
     outputs = {"--report": report_file, "--html": html_file, "--timeline": timeline_file, "--event-log": event_log}
     check_outputs(inputs, outputs)
     check_name("--store", store, tuple(store_names()), "store")
+    if format_name is not None:
+        check_name("--format", format_name, tuple(trace_formats()), "trace format")
 
     from kvactors.replay.plan import ReplayOptions, VirtualOptions, plan_replay
 
@@ -153,6 +163,7 @@ def replay(
         faults=_faults(faults),
         seed=seed,
         virtual=machine if virtual else None,
+        format=format_name,
     )
     plan = plan_replay(options)
     if faults is not None:  # things break on purpose, and often

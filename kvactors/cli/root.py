@@ -18,6 +18,7 @@ from kvactors.cli.layout import layout_group
 from kvactors.cli.replay import replay
 from kvactors.cli.simulate import simulate
 from kvactors.cli.store import store_group
+from kvactors.cli.trace import trace_group
 
 
 @click.group(
@@ -30,7 +31,7 @@ def cli() -> None:
     """KV-cache blocks of hybrid models, moved layer by layer between a worker and a store."""
 
 
-for _command in (completion, doctor, layout_group, replay, simulate, store_group):
+for _command in (completion, doctor, layout_group, replay, simulate, store_group, trace_group):
     cli.add_command(_command)
 cli.lazy["bench"] = Lazy(
     "kvactors.bench.command",

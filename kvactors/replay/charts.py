@@ -49,11 +49,28 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if value and abs(value) < 1 else f"{value:.3g} s"
 
 
-def line_chart(label: str, lines: Sequence[Line], show: Callable[[float], str] = short) -> str:
+def clock(value: float) -> str:
+    """Seconds as 12 s, 3.5 min, 2 h."""
+    for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if value >= 1.5 * size:
+            return f"{value / size:.3g} {unit}"
+    return seconds(value)
+
+
+def line_chart(
+    label: str, lines: Sequence[Line], show: Callable[[float], str] = short, along: Callable[[float], str] = seconds
+) -> str:
     """Lines over time with axes, a legend and the last value of each line."""
     lines = [line for line in lines if line.points]
     if not lines:
         return _nothing("There is no data to draw.")
+    return line_svg(label, lines, show, along) + _legend([f"{line.name}: {show(line.points[-1][1])}" for line in lines])
+
+
+def line_svg(
+    label: str, lines: Sequence[Line], show: Callable[[float], str] = short, along: Callable[[float], str] = seconds
+) -> str:
+    """A line chart without its legend. Every line has a point."""
     most_x = max(line.points[-1][0] for line in lines) or 1.0
     top = _nice(max((y for line in lines for _, y in line.points), default=0.0))
     plot_w, plot_h = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
@@ -72,13 +89,13 @@ def line_chart(label: str, lines: Sequence[Line], show: Callable[[float], str] =
         x = LEFT + plot_w * i / 4
         anchor = "end" if i == 4 else "middle"
         out.append(
-            f'<text class="axis" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{escape(seconds(most_x * i / 4))}</text>'
+            f'<text class="axis" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{escape(along(most_x * i / 4))}</text>'
         )
     for i, line in enumerate(lines):
         points = " ".join(place(x, y) for x, y in line.points)
         title = f"<title>{escape(f'{line.name}: {show(line.points[-1][1])}')}</title>"
         out.append(f'<polyline class="line" style="stroke:var(--c{i % COLOURS})" points="{points}">{title}</polyline>')
-    return "".join(out) + "</svg>" + _legend([f"{line.name}: {show(line.points[-1][1])}" for line in lines])
+    return "".join(out) + "</svg>"
 
 
 def bar_chart(label: str, bars: Sequence[Bar], show: Callable[[float], str] = short) -> str:

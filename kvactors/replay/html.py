@@ -13,7 +13,7 @@ from kvactors.replay.summary import si_bytes, why_no_hits
 from kvactors.replay.tally import Sample
 from kvactors.replay.timeline import busiest_step, track_order
 
-_STYLE = """
+STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--card:#f6f7f9;--ink:#1c2128;--faint:#68707c;--rule:#d9dde3;
 --c0:#2f6fde;--c1:#d9622b;--c2:#2e9d6a;--c3:#9450c8;--c4:#b8901a;--c5:#cc3f6d;--bad:#c22f2f;--good:#23805a}
 @media(prefers-color-scheme:dark){:root{--bg:#14171c;--card:#1d2229;--ink:#e4e8ee;--faint:#98a1ad;--rule:#343b45;
@@ -46,19 +46,19 @@ def render_page(report: Report, samples: Sequence[Sample], spans: Sequence[Span]
     parts = [
         f"<!doctype html><html lang=en><head><meta charset=utf-8><title>{escape(title)}</title>",
         '<meta name=viewport content="width=device-width,initial-scale=1">',
-        f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>",
+        f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>",
         f'<p class="faint">{escape(_subtitle(report))}</p>',
         _verdict(report),
         _cards(report),
         '<div class="grid2">',
-        _section("Hits by group over time (blocks)", line_chart("hits by group over time", _hit_lines(report, samples))),
-        _section("Payload over time", line_chart("bytes saved and loaded over time", _byte_lines(samples), si_bytes)),
-        _section("Layers of the busiest step", _layer_rows(spans)),
-        _section("Sessions", bar_chart("sessions by their end", _session_bars(report)) + _open_sessions(samples)),
-        _section("Failures", _failures(report, samples)),
-        _section("Where the time went", bar_chart("seconds by use", _time_bars(report), lambda s: f"{s:.3g} s")),
+        section("Hits by group over time (blocks)", line_chart("hits by group over time", _hit_lines(report, samples))),
+        section("Payload over time", line_chart("bytes saved and loaded over time", _byte_lines(samples), si_bytes)),
+        section("Layers of the busiest step", _layer_rows(spans)),
+        section("Sessions", bar_chart("sessions by their end", _session_bars(report)) + _open_sessions(samples)),
+        section("Failures", _failures(report, samples)),
+        section("Where the time went", bar_chart("seconds by use", _time_bars(report), lambda s: f"{s:.3g} s")),
         "</div>",
-        _section("Groups", _group_table(report)),
+        section("Groups", _group_table(report)),
         "</body></html>\n",
     ]
     return "".join(parts)
@@ -68,7 +68,7 @@ def write_page(path: str | Path, report: Report, samples: Sequence[Sample], span
     Path(path).write_text(render_page(report, samples, spans), encoding="utf-8")
 
 
-def _section(title: str, body: str) -> str:
+def section(title: str, body: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{body}</section>"
 
 
@@ -109,6 +109,11 @@ def _cards(report: Report) -> str:
         (f"{report.bytes.mismatched:,}", f"wrong bytes of {si_bytes(report.bytes.verified)} compared"),
         (f"{report.invariants.checked:,}", f"invariant checks, {len(report.invariants.violations):,} broken"),
     ]
+    return card_row(cards)
+
+
+def card_row(cards: Sequence[tuple[str, str]]) -> str:
+    """Figures, each with what it counts."""
     items = "".join(f'<div class="card"><b>{escape(a)}</b><span>{escape(b)}</span></div>' for a, b in cards)
     return f'<div class="cards">{items}</div>'
 

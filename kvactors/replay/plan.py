@@ -38,6 +38,7 @@ class ReplayOptions:
     Attributes:
         local_master: start a Mooncake master for this run, and give it `capacity` bytes.
         virtual: on virtual time; None = live.
+        format: of the trace, one of `FORMATS`; None: as its first row tells.
     """
 
     trace: str
@@ -55,6 +56,7 @@ class ReplayOptions:
     faults: FaultPlan | None = None
     seed: int = 0
     virtual: VirtualOptions | None = None
+    format: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +97,10 @@ def plan_replay(options: ReplayOptions) -> Plan:
         raise ConfigError(
             "--faults: a freeze holds a thread until somebody lets it go, and --virtual has no threads; use latency instead"
         )
-    rules = BlockRules(layout, trace_hash_tokens(g.block_tokens for g in layout.groups), options.retention)
     source = TraceSource(options.trace)
-    summary = scan_trace(source, skip_bad=options.skip_bad, limit=options.requests)
+    summary = scan_trace(source, skip_bad=options.skip_bad, limit=options.requests, format=options.format)
+    hash_tokens = trace_hash_tokens((g.block_tokens for g in layout.groups), summary.block_tokens)
+    rules = BlockRules(layout, hash_tokens, options.retention)
     return Plan(options, summary, rules, source)
 
 

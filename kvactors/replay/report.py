@@ -19,6 +19,8 @@ class TracePart(msgspec.Struct, kw_only=True):
     path: str
     requests: int
     skipped: int = 0
+    format: str = "mooncake"
+    block_tokens: int = 512
 
 
 class GroupPart(msgspec.Struct, kw_only=True):

@@ -132,7 +132,10 @@ async def _play_on(plan: Plan, ground: Ground, watchers: Watchers, pool: LocalPo
             if watchers.on_stopping is not None:
                 watchers.on_stopping()
 
-    reader = TraceReader(plan.source, skip_bad=options.skip_bad, limit=plan.summary.requests, expected=plan.summary.checksum)
+    known = plan.summary
+    reader = TraceReader(
+        plan.source, skip_bad=options.skip_bad, limit=known.requests, expected=known.checksum, format=known.format
+    )
     with _passing_on(watchers.interrupts, interrupted):
         async with engine:
             await _play(harness, engine, iter(reader), given_up)
@@ -162,7 +165,13 @@ async def _play(harness: Harness, engine: Engine, requests: Iterator[TraceReques
 def _report(plan: Plan, ground: Ground, engine: Engine, harness: Harness) -> Report:
     options, store = plan.options, ground.store
     return build_report(
-        trace=TracePart(path=_text(options.trace), requests=plan.summary.requests, skipped=plan.summary.skipped),
+        trace=TracePart(
+            path=_text(options.trace),
+            requests=plan.summary.requests,
+            skipped=plan.summary.skipped,
+            format=plan.summary.format,
+            block_tokens=plan.summary.block_tokens,
+        ),
         layout=options.layout,
         boundary_tokens=plan.rules.boundary_tokens,
         hash_tokens=plan.rules.hash_tokens,

@@ -1,9 +1,7 @@
-"""Recorded request traces: Mooncake's JSON lines, plain or gzipped, checked line by line.
+"""Recorded request traces, plain or gzipped, checked line by line: see `kvactors.replay.formats` for what is in a line.
 
-One request a line: `timestamp` (ms), `input_length` (tokens), `output_length` (tokens, ignored by the replay) and
-`hash_ids`, one id per 512 prompt tokens; the last may cover fewer. An id stands for all tokens up to the end of its block
-(the ids of such traces are chained), so equal ids mean equal prefixes. Source: the trace format of the Mooncake paper
-(FAST '25), `mooncake_trace.jsonl`.
+Whatever the format, a request has one id for so many prompt tokens; the last may cover fewer. An id stands for all tokens up to
+the end of its block, so equal ids mean equal prefixes.
 """
 
 from __future__ import annotations
@@ -11,24 +9,18 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
-import json
-import math
 import os
 import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import msgspec
+from typing import BinaryIO
 
 from kvactors.errors import TraceError
+from kvactors.replay.formats import TRACE_BLOCK_TOKENS, RowError, RowReader, TraceRequest, recognise, rows_of
 
-TRACE_BLOCK_TOKENS = 512
-"""Prompt tokens that one id of a trace covers."""
-
-MAX_HASH_ID = 2**64 - 1
+__all__ = ["TRACE_BLOCK_TOKENS", "TraceReader", "TraceRequest", "TraceSource", "TraceSummary", "scan_trace"]
 
 MOST_KEPT_BYTES = 1 << 30
 """A trace that can be read only once is kept in memory, up to this."""
@@ -36,34 +28,14 @@ MOST_KEPT_BYTES = 1 << 30
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-class TraceRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request of a trace.
-
-    Attributes:
-        line: its line in the file, from 1.
-        timestamp_ms: arrival, milliseconds since the start of the trace.
-        input_length: prompt tokens, at least 1.
-        hash_ids: one 64-bit id per 512 prompt tokens; the last may be partial.
-        output_length: tokens that were generated; not played.
-    """
-
-    line: int
-    timestamp_ms: float
-    input_length: int
-    hash_ids: tuple[int, ...]
-    output_length: int = 0
-
-
-class _Row(msgspec.Struct, gc=False):
-    timestamp: float
-    input_length: int
-    hash_ids: tuple[int, ...]
-    output_length: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """What a whole trace (or its first N requests) holds; `skipped` bad lines were left out. `checksum`: see `TraceReader`."""
+    """What a whole trace (or its first N requests) holds; `skipped` bad lines were left out.
+
+    Attributes:
+        longest: input lengths of the 64 longest requests, longest first.
+        checksum, format, block_tokens: see `TraceReader`.
+    """
 
     requests: int
     input_tokens: int
@@ -71,6 +43,8 @@ class TraceSummary:
     longest: tuple[int, ...]
     skipped: int
     checksum: int = 0
+    format: str = "mooncake"
+    block_tokens: int = TRACE_BLOCK_TOKENS
 
 
 class TraceSource:
@@ -107,13 +81,16 @@ class TraceReader:
     """Iterates over the requests of a trace file without holding them.
 
     Args:
-        source: a JSON-lines file; gzip is unpacked while reading; a byte order mark at its start is skipped.
+        source: a file; gzip is unpacked while reading; a byte order mark at its start is skipped.
         skip_bad: count and leave out lines that are wrong instead of raising.
         limit: stop after this many requests.
         expected: read the trace a second time: the checksum of the first time, which ended with request number `limit`.
+        format: one of `FORMATS`; None: by the first row that tells.
 
     Attributes:
         checksum: of all lines up to the last request that was returned.
+        format: the one that was found; Mooncake's until then.
+        block_tokens: prompt tokens that an id covers.
 
     Raises (while iterating):
         TraceError: names file, line and field; with `expected`, also when the trace is another one by now.
@@ -126,6 +103,7 @@ class TraceReader:
         skip_bad: bool = False,
         limit: int | None = None,
         expected: int | None = None,
+        format: str | None = None,
     ) -> None:
         self.source = source if isinstance(source, TraceSource) else TraceSource(source)
         self.path = self.source.path
@@ -135,7 +113,16 @@ class TraceReader:
         self.limit = limit
         self.skipped = 0
         self.first_bad: TraceError | None = None
-        self._decoder = msgspec.json.Decoder(_Row)
+        self._given = format
+        self._rows: RowReader = rows_of(format or "mooncake")
+
+    @property
+    def format(self) -> str:
+        return self._rows.name
+
+    @property
+    def block_tokens(self) -> int:
+        return self._rows.block_tokens
 
     def __iter__(self) -> Iterator[TraceRequest]:
         if self.expected is None:
@@ -155,7 +142,9 @@ class TraceReader:
 
     def _requests(self) -> Iterator[TraceRequest]:
         self.skipped, self.first_bad, self.checksum = 0, None, 0
+        self._rows = rows_of(self._given or "mooncake")
         seen = number = checksum = 0
+        known = self._given is not None
         if self.limit is not None and self.limit <= 0:
             return
         with contextlib.ExitStack() as stack:
@@ -167,13 +156,18 @@ class TraceReader:
                         line = line.removeprefix(_BYTE_ORDER_MARK)
                     if not line.strip():
                         continue
+                    if not known and (found := recognise(line)) is not None:
+                        self._rows, known = rows_of(found), True
                     try:
-                        request = self._parse(line, number)
-                    except TraceError as bad:
+                        request = self._rows.parse(line, number)
+                    except RowError as error:
+                        bad = TraceError(self.path, number, error.field, error.problem)
                         if not self.skip_bad:
-                            raise
+                            raise bad from None
                         self.skipped += 1
                         self.first_bad = self.first_bad or bad
+                        continue
+                    if request is None:  # a header
                         continue
                     self.checksum = checksum
                     yield request
@@ -201,44 +195,16 @@ class TraceReader:
             raise TraceError(self.path, 1, "", f"cannot be read: {error.strerror or error}") from error
         return stack.enter_context(gzip.GzipFile(fileobj=raw)) if packed else raw
 
-    def _parse(self, line: bytes, number: int) -> TraceRequest:
-        try:
-            row = self._decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise self._diagnose(line, number, error) from None
-        problem = _row_problem(row.timestamp, row.input_length, row.output_length, row.hash_ids)
-        if problem:
-            raise TraceError(self.path, number, *problem)
-        return TraceRequest(number, row.timestamp, row.input_length, row.hash_ids, row.output_length)
 
-    def _diagnose(self, line: bytes, number: int, error: Exception) -> TraceError:
-        """Says in the trace's own words what the strict decoder refused."""
-        try:
-            row = json.loads(line)
-        except RecursionError:
-            return TraceError(self.path, number, "", "is nested too deeply")
-        except ValueError:
-            return TraceError(self.path, number, "", f"is not valid JSON: {error}")
-        if not isinstance(row, dict):
-            return TraceError(self.path, number, "", f"must be a JSON object, not {_shown(row)}")
-        for name in ("timestamp", "input_length", "hash_ids"):
-            if name not in row:
-                return TraceError(self.path, number, name, "is missing")
-        problem = _type_problem(row) or _row_problem(
-            row["timestamp"], row["input_length"], row.get("output_length", 0), row["hash_ids"]
-        )
-        return TraceError(self.path, number, *(problem or ("", str(error))))
-
-
-def scan_trace(source: str | Path | TraceSource, *, skip_bad: bool = False, limit: int | None = None) -> TraceSummary:
+def scan_trace(
+    source: str | Path | TraceSource, *, skip_bad: bool = False, limit: int | None = None, format: str | None = None
+) -> TraceSummary:
     """Reads and checks a whole trace (or its first `limit` requests) once, so that a run cannot stop in its middle.
-
-    `longest` holds the input lengths of the 64 longest requests, longest first.
 
     Raises:
         TraceError: at the first bad line, unless `skip_bad`; also when there is no request at all.
     """
-    reader = TraceReader(source, skip_bad=skip_bad, limit=limit)
+    reader = TraceReader(source, skip_bad=skip_bad, limit=limit, format=format)
     requests = tokens = 0
     longest: list[int] = []
     for request in reader:
@@ -248,56 +214,13 @@ def scan_trace(source: str | Path | TraceSource, *, skip_bad: bool = False, limi
         if len(longest) >= 4096:
             longest = sorted(longest, reverse=True)[:64]
     longest = sorted(longest, reverse=True)[:64]
-    return TraceSummary(requests, tokens, longest[0] if longest else 0, tuple(longest), reader.skipped, reader.checksum)
-
-
-def _row_problem(timestamp: Any, input_length: Any, output_length: Any, hash_ids: Any) -> tuple[str, str] | None:
-    """(field, problem) of a row whose types are right, or None."""
-    if not _is_finite(timestamp):
-        return "timestamp", f"{_shown(timestamp)} is not a finite number of milliseconds"
-    if timestamp < 0:
-        return "timestamp", f"{timestamp!r} is negative"
-    if input_length < 1:
-        return "input_length", f"{input_length} must be at least 1 token"
-    if output_length < 0:
-        return "output_length", f"{output_length} is negative"
-    want = -(-input_length // TRACE_BLOCK_TOKENS)
-    if len(hash_ids) != want:
-        return "hash_ids", (
-            f"has {len(hash_ids)} ids, but input_length {input_length} needs {want} "
-            f"(one per {TRACE_BLOCK_TOKENS} tokens, the last may be partial)"
-        )
-    if min(hash_ids) < 0 or max(hash_ids) > MAX_HASH_ID:
-        bad = next(i for i in hash_ids if not 0 <= i <= MAX_HASH_ID)
-        return "hash_ids", f"id {bad} does not fit 64 bits (0 to 2^64 - 1)"
-    return None
-
-
-def _is_finite(number: float) -> bool:
-    """False too for a whole number that no float can hold."""
-    try:
-        return math.isfinite(number)
-    except OverflowError:
-        return False
-
-
-def _type_problem(row: dict[str, Any]) -> tuple[str, str] | None:
-    timestamp = row["timestamp"]
-    if isinstance(timestamp, bool) or not isinstance(timestamp, int | float):
-        return "timestamp", f"{_shown(timestamp)} is not a number of milliseconds"
-    for name in ("input_length", "output_length"):
-        value = row.get(name, 0)
-        if isinstance(value, bool) or not isinstance(value, int):
-            return name, f"{_shown(value)} is not a whole number of tokens"
-    ids = row["hash_ids"]
-    if not isinstance(ids, list):
-        return "hash_ids", f"{_shown(ids)} is not a list of whole numbers"
-    for value in ids:
-        if isinstance(value, bool) or not isinstance(value, int):
-            return "hash_ids", f"{_shown(value)} is not a whole number"
-    return None
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:37] + "…"
+    return TraceSummary(
+        requests,
+        tokens,
+        longest[0] if longest else 0,
+        tuple(longest),
+        reader.skipped,
+        reader.checksum,
+        reader.format,
+        reader.block_tokens,
+    )

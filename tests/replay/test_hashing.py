@@ -6,6 +6,7 @@ import hashlib
 
 import pytest
 
+from kvactors.errors import ConfigError
 from kvactors.replay.hashing import PromptHasher, trace_hash_tokens
 from kvactors.replay.trace import TraceRequest
 
@@ -71,5 +72,5 @@ def test_a_forgotten_id_gets_the_same_hashes_again() -> None:
 
 @pytest.mark.parametrize("unit", [0, 3, 1024])
 def test_a_unit_that_does_not_divide_the_trace_block_is_refused(unit: int) -> None:
-    with pytest.raises(ValueError, match="512"):
-        PromptHasher(unit)
+    with pytest.raises(ConfigError, match=f"hash unit {unit}: must"):
+        PromptHasher(unit).hashes(request(512, 1))

@@ -1,0 +1,187 @@
+"""Plain rows: a time, and the prompt as its tokens or as hashes of its blocks, as JSON lines or as CSV.
+
+`time` (seconds) or `time_ms`; `tokens`, a list of token ids, or `hashes`, a list of whole numbers or texts, one for each block
+of `block_tokens` tokens; `input_length` where the last hash covers fewer; `output_length`, if it is known. In CSV, the first
+line names the columns, and the numbers of a list are separated by spaces. Hashes may stand for their own block or for the whole
+prompt up to its end: both give the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvactors.replay.formats.chains import chained_ids, text_ids, token_blocks
+from kvactors.replay.formats.rows import RowError, TraceRequest, check_count, check_ids, check_lengths, check_time, from_seconds
+
+TOKEN_BLOCK_TOKENS = 16
+"""Tokens are cut into blocks of so many; what two prompts share beyond a multiple of it is not seen."""
+
+COLUMNS = ("time", "time_ms", "tokens", "hashes", "block_tokens", "input_length", "output_length")
+_TIMES = {"time": "seconds", "time_ms": "milliseconds"}
+
+
+class _Row(msgspec.Struct, gc=False):
+    time: float | None = None
+    time_ms: float | None = None
+    tokens: tuple[int, ...] | None = None
+    hashes: tuple[int | str, ...] | None = None
+    block_tokens: int | None = None
+    input_length: int | None = None
+    output_length: int = 0
+
+
+class _PlainRows:
+    name = ""
+
+    def __init__(self) -> None:
+        self.block_tokens = TOKEN_BLOCK_TOKENS
+        self._first: tuple[int, bool] | None = None
+
+    def _request(self, row: _Row, number: int) -> TraceRequest:
+        time, time_ms = row.time, row.time_ms
+        if (time is None) == (time_ms is None):
+            raise RowError("time", "is missing (seconds; or time_ms)" if time is None else "give it or time_ms, not both")
+        if time is not None:
+            check_time("time", time, "seconds")
+            time_ms = from_seconds(time)
+        check_time("time_ms", time_ms or 0.0, "milliseconds")
+        if (row.tokens is None) == (row.hashes is None):
+            raise RowError("tokens", "is missing (or hashes)" if row.tokens is None else "give them or hashes, not both")
+        length, block, ids = _prompt(row)
+        if self._first is None:
+            self._first, self.block_tokens = (block, row.tokens is not None), block
+        if self._first != (block, row.tokens is not None):
+            first = f"{'tokens' if self._first[1] else 'hashes'} in blocks of {self._first[0]}"
+            raise RowError("block_tokens", f"{block} here, but the first row has {first}: all rows must be alike")
+        return TraceRequest(number, time_ms or 0.0, length, ids, row.output_length, block)
+
+
+def _prompt(row: _Row) -> tuple[int, int, tuple[int, ...]]:
+    """Length, tokens a block, ids."""
+    if row.tokens is not None:
+        check_lengths(len(row.tokens) if row.input_length is None else row.input_length, row.output_length)
+        if row.input_length not in (None, len(row.tokens)):
+            raise RowError("input_length", f"is {row.input_length}, but there are {len(row.tokens)} tokens")
+        check_ids("tokens", row.tokens, "token")
+        return len(row.tokens), TOKEN_BLOCK_TOKENS, chained_ids(token_blocks(row.tokens, TOKEN_BLOCK_TOKENS))
+    hashes, block = row.hashes or (), row.block_tokens
+    if block is None:
+        raise RowError("block_tokens", "is missing: say how many tokens a hash covers")
+    if block < 1:
+        raise RowError("block_tokens", f"{block} must be at least 1 token")
+    length = len(hashes) * block if row.input_length is None else row.input_length
+    check_lengths(length, row.output_length)
+    check_count("hashes", len(hashes), length, block)
+    return length, block, chained_ids(text_ids([str(h) for h in hashes]))
+
+
+class JsonRows(_PlainRows):
+    """Reads plain JSON lines; see `RowReader`."""
+
+    name = "jsonl"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._decoder = msgspec.json.Decoder(_Row)
+
+    def parse(self, line: bytes, number: int) -> TraceRequest:
+        try:
+            row = self._decoder.decode(line)
+        except msgspec.ValidationError as error:
+            raise _in_field(error) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise _no_json(line, error) from None
+        return self._request(row, number)
+
+
+def _in_field(error: msgspec.ValidationError) -> RowError:
+    problem, _, where = str(error).partition(" - at `$")
+    name = re.match(r"\.(\w+)", where)
+    return RowError(name[1] if name else "", problem[:1].lower() + problem[1:])
+
+
+def _no_json(line: bytes, error: Exception) -> RowError:
+    try:
+        json.loads(line)
+    except RecursionError:
+        return RowError("", "is nested too deeply")
+    except ValueError:
+        pass
+    return RowError("", f"is not valid JSON: {error}")
+
+
+class CsvRows(_PlainRows):
+    """Reads CSV with a line of column names; see `RowReader`. Cells may stand in double quotes, and hold no commas."""
+
+    name = "csv"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._columns: list[str] | None = None
+
+    def parse(self, line: bytes, number: int) -> TraceRequest | None:
+        try:
+            cells = _cells(line)
+        except UnicodeDecodeError as error:
+            raise RowError("", f"is not text in UTF-8: {error}") from None
+        if self._columns is None:
+            self._columns = _header(cells)
+            return None
+        if len(cells) != len(self._columns):
+            raise RowError("", f"has {len(cells)} cells, but there are {len(self._columns)} columns (lists go with spaces)")
+        texts = {name: cell for name, cell in zip(self._columns, cells, strict=True) if cell and name in COLUMNS}
+        return self._request(_typed(texts), number)
+
+
+def is_csv_header(line: bytes) -> bool:
+    """Whether a line names columns of ours: a time and the prompt."""
+    try:
+        names = set(_cells(line))
+    except UnicodeDecodeError:
+        return False
+    return bool(names & set(_TIMES)) and bool(names & {"tokens", "hashes"})
+
+
+def _cells(line: bytes) -> list[str]:
+    return [cell.strip().removeprefix('"').removesuffix('"').strip() for cell in line.decode().split(",")]
+
+
+def _header(cells: list[str]) -> list[str]:
+    if not is_csv_header(",".join(cells).encode()):
+        raise RowError("", f"must name the columns: time (or time_ms), tokens (or hashes); known are {', '.join(COLUMNS)}")
+    for name in COLUMNS:
+        if cells.count(name) > 1:
+            raise RowError(name, "is a column twice")
+    return cells
+
+
+def _typed(texts: Mapping[str, str]) -> _Row:
+    row: dict[str, Any] = {}
+    for name, text in texts.items():
+        if name in _TIMES:
+            row[name] = _number(name, text)
+        elif name == "tokens":
+            row[name] = tuple(_whole(name, word) for word in text.split())
+        elif name == "hashes":
+            row[name] = tuple(text.split())
+        else:
+            row[name] = _whole(name, text)
+    return _Row(**row)
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise RowError(name, f"{text[:40]!r} is not a number of {_TIMES[name]}") from None
+
+
+def _whole(name: str, text: str) -> int:
+    if not re.fullmatch(r"-?[0-9]{1,30}", text):
+        raise RowError(name, f"{text[:40]!r} is not a whole number")
+    return int(text)

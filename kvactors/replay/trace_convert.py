@@ -1,0 +1,110 @@
+"""Traces of any format as Mooncake's: `kvactors trace convert`."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import BinaryIO, cast
+
+from kvactors.replay.formats import TRACE_BLOCK_TOKENS, TraceRequest
+from kvactors.replay.formats.chains import part_id
+from kvactors.replay.trace import TraceReader
+
+TARGETS = ("mooncake",)
+
+_NOT_CARRIED = {
+    "bailian": ("chat_id, parent_chat_id, type and turn: the format has no place for them",),
+    "jsonl": ("the tokens, or the hashes as they were: a number for each block stays",),
+    "csv": ("the tokens, or the hashes as they were: a number for each block stays",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What was converted; `lost`: what of it the result does not say any more, a sentence each."""
+
+    requests: int
+    skipped: int
+    format: str
+    block_tokens: int
+    lost: tuple[str, ...]
+
+
+def convert(reader: TraceReader, out: str) -> Converted:
+    """Writes a trace in Mooncake's format, row by row.
+
+    Args:
+        reader: what is read.
+        out: a file, packed where its name ends in .gz. It appears when all is written, unless it is there already and no
+            regular file (a pipe, /dev/stdout).
+
+    Raises:
+        TraceError: a row is wrong; nothing is left behind.
+        OSError: the result cannot be written.
+    """
+    regular = not os.path.exists(out) or os.path.isfile(out)
+    written = f"{out}.part" if regular else out
+    requests = no_output = 0
+    try:
+        with ExitStack() as stack:
+            file: BinaryIO = stack.enter_context(open(written, "wb"))
+            if out.endswith(".gz"):
+                file = cast(BinaryIO, stack.enter_context(gzip.GzipFile("", "wb", fileobj=file, mtime=0)))
+            for request in reader:
+                file.write(mooncake_row(request))
+                requests += 1
+                no_output += request.output_length == 0
+        if regular:
+            os.replace(written, out)
+    finally:
+        if regular and os.path.exists(written):
+            os.unlink(written)
+    return Converted(requests, reader.skipped, reader.format, reader.block_tokens, tuple(_lost(reader, no_output)))
+
+
+def mooncake_row(request: TraceRequest) -> bytes:
+    """A request as a line of Mooncake's format."""
+    at: float = request.timestamp_ms
+    row = {
+        "timestamp": int(at) if at == int(at) else at,
+        "input_length": request.input_length,
+        "output_length": request.output_length,
+        "hash_ids": ids_per(TRACE_BLOCK_TOKENS, request),
+    }
+    return json.dumps(row).encode() + b"\n"
+
+
+def ids_per(tokens: int, request: TraceRequest) -> Sequence[int]:
+    """One id per so many prompt tokens, the last for what is left: equal where the prompts are equal up to the end of it.
+
+    Where it ends inside a block of the trace, it is the same only for prompts that share that whole block.
+    """
+    length, block, ids = request.input_length, request.block_tokens, request.hash_ids
+    if tokens == block:
+        return ids
+    made = []
+    for end in (min(start + tokens, length) for start in range(0, length, tokens)):
+        at = -(-end // block) - 1
+        whole = end == length or end == (at + 1) * block
+        made.append(ids[at] if whole else part_id(ids[at], end - at * block))
+    return made
+
+
+def _lost(reader: TraceReader, no_output: int) -> Sequence[str]:
+    block, lost = reader.block_tokens, []
+    if block < TRACE_BLOCK_TOKENS:
+        lost.append(f"what prompts share beyond a multiple of {TRACE_BLOCK_TOKENS} tokens (it was told to {block} tokens)")
+    if TRACE_BLOCK_TOKENS % block and block % TRACE_BLOCK_TOKENS:
+        lost.append(
+            f"sharing up to a multiple of {TRACE_BLOCK_TOKENS} inside a block of {block} tokens that is not shared whole"
+        )
+    lost += _NOT_CARRIED.get(reader.format, ())
+    if no_output:
+        lost.append(f"whether output_length was known: 0 stands for {no_output:,} requests")
+    if reader.skipped:
+        lost.append(f"{reader.skipped:,} bad lines")
+    return lost
