@@ -32,6 +32,7 @@ class Regions:
         # A sentinel in front, so that an address below all regions finds an empty one.
         self._starts: Addresses = np.array([-1, *starts], np.int64)
         self._ends: Addresses = np.array([-1, *ends], np.int64)
+        self._bounds = [-1, *starts], [-1, *ends]
 
     def __repr__(self) -> str:
         return f"<Regions {len(self._sizes)} region(s), {sum(self._sizes.values())} bytes>"
@@ -69,8 +70,19 @@ class Regions:
         ends = self._ends
         if len(ends) == 2:
             good = (addresses >= self._starts[1]) & (addresses <= ends[1] - sizes)
+        elif self._cover_all(addresses, sizes):
+            return np.ones(len(addresses), np.bool_)
         else:
             at = np.searchsorted(self._starts, addresses, side="right") - 1
             # An address below -1 has at == -1, the last region, which it cannot be in.
             good = (addresses >= self._starts[at]) & (addresses <= ends[at] - sizes)
         return np.asarray(good.all(axis=1))
+
+    def _cover_all(self, addresses: Addresses, sizes: Addresses) -> bool:
+        """Whether each column lies in one region: the usual case, answered without `searchsorted`, which gives the GIL away
+        even for a few addresses, and may then wait for it as long as another thread computes."""
+        if not len(addresses):
+            return False
+        starts, ends = self._bounds
+        columns = zip(addresses.min(axis=0).tolist(), addresses.max(axis=0).tolist(), sizes.tolist(), strict=True)
+        return all(low >= 0 and high + size <= ends[bisect_right(starts, low) - 1] for low, high, size in columns)
