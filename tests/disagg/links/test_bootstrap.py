@@ -183,6 +183,8 @@ async def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.Monke
         writer.write(b"POST /register HTTP/1.1\r\nHost: h\r\nContent-Length: 100\r\n\r\n{")
         assert b" 408 " in await asyncio.wait_for(reader.readline(), LIMIT_S)
         writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
 
 
 async def test_a_conflict_is_told_and_not_tried_again() -> None:

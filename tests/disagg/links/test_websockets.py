@@ -471,15 +471,19 @@ async def test_only_a_refused_connection_says_that_a_peer_is_gone(number: int | 
 @pytest.mark.parametrize("says", [b"", b"HTTP/1.1 200 OK\r\n\r\n", b"SSH-2.0-x\r\n"])
 async def test_who_answers_something_else(says: bytes) -> None:
     async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answering.append(asyncio.current_task())
         writer.write(says)
         writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
+    answering: list[Any] = []
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     with pytest.raises(PeerUnreachableError) as caught:
         await websockets.connect(f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}/handoff", LIMIT_S)
     assert not isinstance(caught.value, PeerGoneError)
     server.close()
-    await server.wait_closed()
+    await asyncio.gather(*answering)
 
 
 async def test_a_connect_that_is_given_up_leaves_nothing() -> None:
@@ -487,8 +491,10 @@ async def test_a_connect_that_is_given_up_leaves_nothing() -> None:
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connected.set()
-        await reader.read()
-        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+            writer.close()
+            await writer.wait_closed()
         ended.set()
 
     ended = asyncio.Event()
@@ -498,6 +504,7 @@ async def test_a_connect_that_is_given_up_leaves_nothing() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    await asyncio.wait_for(ended.wait(), LIMIT_S)
     server.close()
 
 
