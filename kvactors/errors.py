@@ -112,6 +112,10 @@ class TransferFailedError(DisaggError):
     """A transfer failed; part of it may have been written, and what is on its way may land until a moment later."""
 
 
+class LiveViewError(KVActorsError):
+    """The live view of an engine cannot be read: nobody answers, or what answers is none."""
+
+
 class EngineError(KVActorsError):
     """The engine cannot do what was asked in its present state."""
 

@@ -8,74 +8,15 @@ rank's value comes beside it and a later value of the same rank takes its place.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from kvactors.core.metrics import COUNTERS, GAUGES, WAIT_BUCKETS_S, WAITS, Metric
 from kvactors.core.stats import EngineStats
 
-
-class Metric(NamedTuple):
-    """One name of `ConnectorStats.data` in Prometheus: `vllm:kvactors_` and `name`; with `label`, it is kept by that label."""
-
-    name: str
-    meaning: str
-    label: str = ""
-
-
 PREFIX = "vllm:kvactors_"
-
-COUNTERS: Mapping[str, Metric] = {
-    "saved_bytes": Metric("saved_bytes", "Payload bytes of blocks that were saved and committed."),
-    "loaded_bytes": Metric("loaded_bytes", "Payload bytes that loads delivered."),
-    "steps": Metric("steps", "Steps in which the engine had something to move, counted by each rank."),
-    "steps_passed_through": Metric("steps_passed_through", "Steps that went on without saving or loading."),
-    "lost_workers": Metric("lost_workers", "Transfer workers lost to store calls that passed their deadline."),
-    "lookups": Metric("lookups", "Prompts that were looked up in the store."),
-    "lookup_errors": Metric("lookup_errors", "Lookups that ended in an error or too late, and so are misses."),
-    "lookup_misses": Metric("lookup_misses", "Lookups that found nothing to load."),
-    "lookup_deferred": Metric("lookup_deferred", "Lookups put off to a later step, because the step's budget was spent."),
-    "hit_tokens": Metric("hit_tokens", "Tokens that loads brought in whole, beyond what vLLM had."),
-    "failed_loads": Metric("failed_loads", "Requests whose load failed, in part or whole; counted by whoever saw it."),
-    "recovered_loads": Metric("recovered_loads", "Loads that failed, and went well the second time."),
-    "aborted_steps": Metric("aborted_steps", "Steps of which nothing was published, counted by each rank."),
-    "no_block_table": Metric("no_block_table", "Requests not saved because vLLM had no blocks for them any more."),
-    "load_deadlines": Metric("load_deadlines", "Loads given up because they passed their deadline."),
-    "handoff_sent": Metric("handoff_sent", "Requests sent to decode workers, counted by each pair of ranks."),
-    "handoff_sent_bytes": Metric("handoff_sent_bytes", "Bytes written into the memory of decode workers."),
-    "handoff_expired": Metric("handoff_expired", "Requests that no decode worker fetched in time, counted by each rank."),
-    "handoff_received": Metric("handoff_received", "Requests whose blocks came from prefill, counted by each rank."),
-    "handoff_received_bytes": Metric("handoff_received_bytes", "Bytes of blocks that came from prefill."),
-    "handoff_failed": Metric("handoff_failed", "Requests whose blocks did not come from prefill, counted by each rank."),
-    "handoff_fenced_blocks": Metric("handoff_fenced_blocks", "Blocks held back after a failed hand-off, for late writes."),
-    "saved_blocks": Metric("saved_blocks", "Blocks saved and committed.", "group"),
-    "loaded_blocks": Metric("loaded_blocks", "Blocks of hits that were loaded whole.", "group"),
-    "skipped_existing": Metric("skipped_existing_blocks", "Blocks not saved because the store had them.", "group"),
-    "skipped_no_space": Metric("skipped_no_space_blocks", "Blocks not saved because the store was full.", "group"),
-    "skipped_tainted": Metric(
-        "skipped_tainted_blocks", "Blocks not saved because a load of their request had failed.", "group"
-    ),
-    "load_failed": Metric("load_failed_blocks", "Blocks that did not arrive.", "group"),
-    "revoked_by": Metric("revoked_blocks", "Blocks whose save was begun and had to be revoked.", "cause"),
-}
-"""A sum each, or with a label a sum by the label's value."""
-
-WAITS: Mapping[str, Metric] = {
-    "exposed_wait_s": Metric("exposed_wait_seconds", "How long a rank's forward pass waited for loads, of steps that waited."),
-    "save_wait_s": Metric("save_wait_seconds", "How long a rank waited for saves at the end of a step, of steps that waited."),
-}
-"""A list each: seconds, one entry per rank and step that waited. Ranks wait at the same time, so their sum says little."""
-
-GAUGES: Mapping[str, Metric] = {
-    "queue_depth": Metric("queue_depth", "Store calls that wait for a transfer worker.", "rank"),
-    "pending_saves": Metric("pending_saves", "Saves of a layer that are not finished.", "rank"),
-    "sessions_open": Metric("sessions_open", "Store sessions that are open.", "rank"),
-    "circuit_open": Metric("circuit_open", "1 while the store cannot be reached and is left alone, else 0.", "rank"),
-}
-"""The last value by rank."""
-
-WAIT_BUCKETS_S = [10**e * m for e in range(-4, 1) for m in (1, 2.5, 5)] + [10, 30]
 
 _TITLES = {
     "lookups": "Lookups",

@@ -31,7 +31,8 @@ ROOMS: dict[str, frozenset[str]] = {
     "disagg": frozenset({"core", "memory", "messages", "actors", "devices"}),
     # The engine puts the pieces together; it names the CPU's clock and device events as its defaults.
     "engine": frozenset({"core", "messages", "actors", "devices"}),
-    "vllm": frozenset({"core", "memory", "stores", "devices", "disagg", "engine"}),
+    "live": frozenset({"core", "engine", "console", "__init__"}),
+    "vllm": frozenset({"core", "memory", "stores", "devices", "disagg", "engine", "live"}),
     # What a person runs may use anything.
     "replay": ANY,
     "simulate": ANY,

@@ -1,0 +1,151 @@
+"""`kvactors top` and `kvactors story`: look into running engines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+import click
+import msgspec
+from rich.console import Console
+from rich.live import Live
+
+from kvactors.console import plain_console
+from kvactors.errors import LiveViewError
+from kvactors.live.address import VARIABLE, Address, found_addresses
+from kvactors.live.client import NotFoundError, read_names, read_story
+from kvactors.live.printable import printable
+from kvactors.live.snapshot import Snapshot
+from kvactors.live.stories import lines
+from kvactors.live.top import Seen, look_at, render
+from kvactors.live.view import StoryPart
+
+
+def _finite(_: click.Context, parameter: click.Parameter, value: float) -> float:
+    if not math.isfinite(value):
+        raise click.UsageError(f"{parameter.opts[0]} {value}: must be a finite number")
+    return value
+
+
+@click.command(epilog="\b\nExample:\n  kvactors top /run/kvactors/live.sock --once")
+@click.argument("paths", nargs=-1, metavar="[PATH]...")
+@click.option("--once", is_flag=True, help="Look once, and end.")
+@click.option("--json", "as_json", is_flag=True, help="Print snapshots as JSON, a line for each look.")
+@click.option(
+    "--every",
+    type=click.FloatRange(min=0.2, max=3600),
+    default=1.0,
+    show_default=True,
+    callback=_finite,
+    metavar="SECONDS",
+    help="How often to look.",
+)
+def top(paths: tuple[str, ...], once: bool, as_json: bool, every: float) -> int:
+    """Show what running engines do: groups, sessions, queues, hits, waits, trouble.
+
+    PATH: a socket, a directory of sockets, a base name of several ranks' sockets, or HOST:PORT; by default what KVACTORS_LIVE
+    names.
+    """
+    addresses = found_addresses(paths)
+    if as_json:
+        return _print_json(addresses, once, every)
+    console = plain_console()
+    if once or not console.is_terminal:
+        return _print(console, addresses, once, every)
+    before: dict[Address, Snapshot] = {}
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False, screen=True) as live:
+        while True:
+            seen = look_at(addresses)
+            live.update(render(seen, before), refresh=True)
+            before = _remembered(seen, before)
+            time.sleep(every)
+    return 0
+
+
+def _print(console: Console, addresses: Sequence[Address], once: bool, every: float) -> int:
+    before: dict[Address, Snapshot] = {}
+    while True:
+        seen = look_at(addresses)
+        console.print(render(seen, before))
+        if once or _nobody_reads():
+            return _code(seen)
+        before = _remembered(seen, before)
+        time.sleep(every)
+
+
+def _print_json(addresses: Sequence[Address], once: bool, every: float) -> int:
+    while True:
+        seen = look_at(addresses)
+        row = [
+            {"address": str(s.address), "problem": s.problem} if s.snapshot is None
+            else {"address": str(s.address), **msgspec.to_builtins(s.snapshot)}
+            for s in seen
+        ]  # fmt: skip
+        click.echo(json.dumps(row))
+        if once or _nobody_reads():
+            return _code(seen)
+        time.sleep(every)
+
+
+def _nobody_reads() -> bool:
+    sys.stdout.flush()
+    return getattr(sys.stdout, "lost", None) is not None
+
+
+def _remembered(seen: Sequence[Seen], before: dict[Address, Snapshot]) -> dict[Address, Snapshot]:
+    return before | {s.address: s.snapshot for s in seen if s.snapshot is not None}
+
+
+def _code(seen: Sequence[Seen]) -> int:
+    return 1 if any(s.snapshot is None for s in seen) else 0
+
+
+@click.command(epilog="\b\nExample:\n  kvactors story r17 /run/kvactors/live.sock")
+@click.argument("request")
+@click.argument("paths", nargs=-1, metavar="[PATH]...")
+@click.option("--all", "every", is_flag=True, help="A line for every block, also where the same happened to several.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def story(request: str, paths: tuple[str, ...], every: bool, as_json: bool) -> int:
+    """Tell what happened to a request and its sessions, and why, in order.
+
+    PATH: as of `kvactors top`. With several engines, what each of them knows.
+    """
+    told: list[tuple[Address, StoryPart]] = []
+    trouble: list[LiveViewError] = []
+    unknown: list[Address] = []
+    for address in found_addresses(paths):
+        try:
+            told += [(address, part) for part in read_story(address, request)]
+        except NotFoundError:
+            unknown.append(address)
+        except LiveViewError as error:
+            trouble.append(error)
+    if not told:
+        raise trouble[0] if trouble else LiveViewError(_no_story(request, unknown))
+    for problem in trouble:
+        click.echo(f"kvactors: {printable(str(problem), 500)}", err=True)
+    if as_json:
+        click.echo(json.dumps([{"address": str(address), **msgspec.to_builtins(part)} for address, part in told], indent=2))
+        return 1 if trouble else 0
+    several = len({address for address, _ in told}) > 1
+    for address, part in told:
+        click.echo(f"{printable(part.request)}{f' on {address}' if several else ''}, {len(part.events):,} events")
+        for line in lines(part, every=every):
+            click.echo(line)
+    return 1 if trouble else 0
+
+
+def _no_story(request: str, addresses: Sequence[Address]) -> str:
+    names = [name for address in addresses for name in read_names(address)]
+    if not names:
+        return f"{printable(request)}: there is no story; nothing has happened there yet since the live view was opened"
+    near = get_close_matches(request, names, 3) or names[:-4:-1]
+    return f"{printable(request)}: there is no story of it; {len(names):,} are kept, such as {', '.join(map(printable, near))}"
+
+
+assert VARIABLE in (top.help or "")
