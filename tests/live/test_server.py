@@ -6,8 +6,6 @@ import asyncio
 import os
 import socket
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -172,16 +170,6 @@ async def test_a_socket_that_took_the_views_place_stays(tmp_path: Path) -> None:
             other.bind(str(path))
         assert path.is_socket()
         other.close()
-
-
-def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
-    program = (
-        f"from kvactors.live import *; import os; LiveView(None, Address.of({str(tmp_path / 'live.sock')!r})); os._exit(9)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], timeout=30).returncode == 9
-    assert (tmp_path / "live.sock").is_socket()
-    with viewed(None, tmp_path, name="next") as view:
-        assert read_snapshot(view.address).name == "next"
 
 
 async def test_a_port_answers_this_machine_and_refuses_other_hosts_names() -> None:
