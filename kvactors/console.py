@@ -44,7 +44,9 @@ class Stream:
             raise io.UnsupportedOperation("fileno")
         return self._file.fileno()
 
-    def write(self, text: str) -> int:
+    def write(self, text: str | bytes) -> int:
+        if isinstance(text, bytes):  # click answers a shell that completes in bytes
+            text = text.decode()
         if self._file is not None and self.lost is None:
             try:
                 self._file.write(self._encodable(text))

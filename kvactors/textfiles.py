@@ -6,8 +6,10 @@ equal keys. In a file of sizes each of these is a mistake that nobody would see,
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,12 @@ import yaml
 
 _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FRACTION = re.compile(r"[-+]?[0-9]+\.[0-9]*([eE][-+][0-9]+)?|[-+]?\.[0-9]+|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """`; did you mean X?` with the known name that is most like this one; nothing where none is like it."""
+    close = difflib.get_close_matches(str(name)[:100].lower(), list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 class BadFileError(ValueError):

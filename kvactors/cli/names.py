@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +15,11 @@ else:  # generic in newer versions of click only
     _ClickChoice, _ClickType = click.Choice, click.ParamType
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most like this one, if any is like it at all."""
-    close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
-    return close[0] if close else None
-
-
 def suggestion(name: str, known: Iterable[str]) -> str:
     """`; did you mean X?`, or nothing where no known name is near."""
-    close = nearest(name, known)
-    return f"; did you mean {close}?" if close else ""
+    from kvactors.textfiles import did_you_mean
+
+    return did_you_mean(name, known)
 
 
 def check_name(option: str, name: str, known: Sequence[str], what: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvactors.core.layout import CacheEntry, Group, GroupKind, KVLayout
 from kvactors.errors import LayoutError
-from kvactors.textfiles import BadFileError, read_data
+from kvactors.textfiles import BadFileError, did_you_mean, read_data
 
 _GROUP_FIELDS = {"kind", "block_tokens", "layers", "entries", "window", "chunk_tokens", "speculative", "kv_heads"}
 _ENTRY_FIELDS = {"name", "bytes", "stride", "dtype"}
@@ -58,7 +58,9 @@ def _group(where: str, number: int, data: Any) -> Group:
     _mapping(where, data, _GROUP_FIELDS)
     kind = _required(where, data, "kind")
     if not isinstance(kind, str) or kind not in {k.value for k in GroupKind}:
-        raise LayoutError(f"{where}: kind: unknown kind {kind!r}; one of {', '.join(k.value for k in GroupKind)}")
+        kinds = [k.value for k in GroupKind]
+        hint = did_you_mean(kind, kinds) or ";"
+        raise LayoutError(f"{where}: kind: unknown kind {kind!r}{hint} one of {', '.join(kinds)}")
     for name in ("window", "chunk_tokens", "kv_heads"):
         if name in data:
             _whole(where, name, data[name], 1)
@@ -145,7 +147,8 @@ def _mapping(where: str, data: Any, allowed: set[str]) -> None:
         raise LayoutError(f"{where}: must be a mapping with {', '.join(sorted(allowed))}")
     for key in data:
         if key not in allowed:
-            raise LayoutError(f"{where}: {key}: unknown field; allowed are {', '.join(sorted(allowed))}")
+            hint = did_you_mean(key, allowed) or ";"
+            raise LayoutError(f"{where}: {key}: unknown field{hint} allowed are {', '.join(sorted(allowed))}")
 
 
 def _required(where: str, data: Mapping[str, Any], name: str) -> Any:

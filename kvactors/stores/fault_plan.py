@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from kvactors.core.store import Outcome
 from kvactors.errors import ConfigError
-from kvactors.textfiles import BadFileError, read_data
+from kvactors.textfiles import BadFileError, did_you_mean, read_data
 
 KEYED_CALLS = (
     "put_open", "put_ranges", "put_commit", "put_revoke", "get_open", "get_ranges", "get_close", "readable",
 )  # fmt: skip
 OTHER_CALLS = ("register", "unregister", "health", "stats")
 
+_PLAN_FIELDS = ("faults", "name", "preset", "seed")
 WHATS = ("outcome", "raise", "short", "long", "latency", "freeze", "kill", "evict")
 
 
@@ -65,9 +66,9 @@ class Fault:
 
     def __post_init__(self) -> None:
         if not isinstance(self.what, str) or self.what not in WHATS:
-            raise ConfigError(f"what = {self.what!r}: must be one of {', '.join(WHATS)}")
+            raise ConfigError(f"what = {self.what!r}: {_one_of(self.what, WHATS)}")
         if not isinstance(self.call, str) or (self.call != "*" and self.call not in KEYED_CALLS + OTHER_CALLS):
-            raise ConfigError(f'call = {self.call!r}: must be "*" or one of {", ".join(KEYED_CALLS + OTHER_CALLS)}')
+            raise ConfigError(f'call = {self.call!r}: must be "*", or {_one_of(self.call, KEYED_CALLS + OTHER_CALLS)}')
         for name in ("nth", "every", "times", "calls"):
             count = getattr(self, name)
             if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
@@ -100,7 +101,8 @@ class Fault:
         known = {f.name for f in fields(cls)}
         for name in fields_given:
             if name not in known:
-                raise ConfigError(f"{where}.{name}: no such field; known are {', '.join(sorted(known))}")
+                hint = did_you_mean(name, known) or ";"
+                raise ConfigError(f"{where}.{name}: no such field{hint} known are {', '.join(sorted(known))}")
         if "what" not in fields_given:
             raise ConfigError(f"{where}.what: missing; must be one of {', '.join(WHATS)}")
         given = dict(fields_given)
@@ -126,8 +128,9 @@ class FaultPlan:
         if not isinstance(plan, Mapping):
             raise ConfigError(f"fault plan = {plan!r}: must be a mapping")
         for name in plan:
-            if name not in ("seed", "faults", "preset", "name"):
-                raise ConfigError(f"{name}: no such field in a fault plan; known are faults, name, preset, seed")
+            if name not in _PLAN_FIELDS:
+                hint = did_you_mean(name, _PLAN_FIELDS) or ";"
+                raise ConfigError(f"{name}: no such field in a fault plan{hint} known are {', '.join(_PLAN_FIELDS)}")
         seed = plan.get("seed")
         if "seed" in plan and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):
             raise ConfigError(f"seed = {seed!r}: must be a whole number >= 0")
@@ -148,7 +151,7 @@ class FaultPlan:
     def preset(cls, name: str, seed: int | None = None) -> FaultPlan:
         """One of `PRESETS` by its name."""
         if not isinstance(name, str) or name not in PRESETS:
-            raise ConfigError(f"preset = {name!r}: must be one of {', '.join(PRESETS)}")
+            raise ConfigError(f"preset = {name!r}: {_one_of(name, PRESETS)}")
         return cls(PRESETS[name], seed, name)
 
     @classmethod
@@ -199,4 +202,9 @@ def _outcome(text: str, where: str) -> Outcome:
     for one in Outcome:
         if wanted in (one.name.replace("_", " ").lower(), one.value):
             return one
-    raise ConfigError(f"{where}.outcome = {text!r}: must be one of {', '.join(one.name for one in Outcome)}")
+    hint = did_you_mean(wanted, (one.value for one in Outcome))
+    raise ConfigError(f"{where}.outcome = {text!r}: must be one of {', '.join(one.name for one in Outcome)}{hint}")
+
+
+def _one_of(name: object, known: Collection[str]) -> str:
+    return f"must be one of {', '.join(known)}{did_you_mean(name, known)}"
