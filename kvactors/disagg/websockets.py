@@ -279,7 +279,10 @@ async def connect(address: str, timeout_s: float) -> WebSocketLink:
             socket = cast(_ClientSocket, opened)
             connection = socket._response.connection
             socket.transport = connection and connection.transport
-            keep_alive(socket.get_extra_info("socket"))
+            sock = socket.get_extra_info("socket")
+            if sock is None:
+                raise ConnectionResetError("the connection was lost as soon as it was open")
+            keep_alive(sock)
     except BaseException:
         await session.close()
         raise
