@@ -13,8 +13,9 @@ What was measured of Mooncake 0.3.13 over TCP on one machine, and what is done a
   the most, and those beyond 1024 fail if they do not get a place in the queue within a second.
 * The source need not be registered with the engine that sends; the destination must be, within one region.
 * Taking memory out of registration returns at once and does not stop a write into it: of 512 MiB 2 had arrived, and all did.
-* It listens on two ports on all interfaces, whatever host it is given, and takes any host and any protocol: where it has
-  not the protocol, or no device for it, it goes by TCP.
+* It listens on two ports on all interfaces, whatever host it is given and whatever `MC_TCP_BIND_ADDRESS` says: whoever reaches
+  them may read and write registered memory. Keep them inside a trusted network.
+* It takes any host and any protocol: where it has not the protocol, or no device for it, it goes by TCP.
 * It writes a line to stderr when it is set up ("Local segment descriptor not found"), which means nothing.
 
 Environment variables that matter, read when an engine is made or first used: `MC_TRANSFER_TIMEOUT` (seconds, 30, at least 5) is
@@ -25,12 +26,15 @@ less) and `MC_TCP_ADMISSION_TIMEOUT_MS` (1000) are the limits above. `MC_LOG_LEV
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import os
 import socket
 import struct
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from kvactors.errors import ConfigError, StoreError
@@ -111,13 +115,28 @@ class NativeEngine:
 
 
 def _shorten_patience(port: int) -> None:
-    """Of the listener on this port: how long it waits for a connection before it looks whether it is to end."""
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as found:
-                if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and found.getsockname()[1] == port:
-                    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(LISTEN_S * 1e6)))
-        except OSError:  # closed meanwhile, or no internet socket
-            continue
+    """Of the listener on this port: how long it waits for a connection before it looks whether it is to end.
+
+    By the file descriptor alone: a socket object of Python would change how the socket blocks if there is a default timeout.
+    """
+    listener = _listener(port)
+    if listener is not None:
+        timeval = struct.pack("ll", 0, int(LISTEN_S * 1e6))
+        ctypes.CDLL(None).setsockopt(listener, socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval, len(timeval))
+
+
+def _listener(port: int) -> int | None:
+    """The file descriptor of this process that listens on the port; None where nobody says so."""
+    sockets = set()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                _, local, _, state, *more = line.split()
+                if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+                    sockets.add(f"socket:[{more[5]}]")
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.readlink(f"/proc/self/fd/{name}") in sockets:
+                    return int(name)
+    return None

@@ -61,6 +61,7 @@ class PeerProcess:
 
     def freeze(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)  # all its threads
 
     def thaw(self) -> None:
         self.process.send_signal(signal.SIGCONT)
@@ -99,15 +100,15 @@ def lose_connections() -> int:
     count = 0
     for name in os.listdir("/proc/self/fd"):
         try:
-            found = socket.socket(fileno=os.dup(int(name)))
-        except OSError:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as found:
+                internet = found.family in (socket.AF_INET, socket.AF_INET6)
+                if internet and not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.shutdown(socket.SHUT_RDWR)
+                    count += 1
+        except OSError:  # not connected any more
             continue
-        with found:
-            if found.family in (socket.AF_INET, socket.AF_INET6) and not found.getsockopt(
-                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-            ):
-                found.shutdown(socket.SHUT_RDWR)
-                count += 1
     return count
 
 

@@ -191,7 +191,7 @@ async def test_a_killed_peer_fails_its_writes_only(transport: MooncakeTransport,
         )
     assert isinstance(dead, TransferFailedError)
     assert alive is None
-    assert time.monotonic() - began < 4.0
+    assert time.monotonic() - began < 15
     await transport.forget(victim.memory)
     await transport.forget(victim.memory)
 
@@ -217,7 +217,7 @@ async def test_after_an_error_nothing_is_sent_but_what_is_on_its_way(
         assert not writing.done()
         with pytest.raises(TransferFailedError, match="frozen"):
             await writing
-        assert frozen_s - 0.5 < time.monotonic() - began < frozen_s + 4
+        assert frozen_s - 0.5 < time.monotonic() - began < frozen_s + 15
         assert not frozen.bytes.any()
         kept = source.copy()
         source[:] = 255
@@ -250,13 +250,13 @@ async def test_a_cancelled_write_ends_before_it_is_cancelled(
     transport: MooncakeTransport, source: Source, peer: PeerProcess
 ) -> None:
     peer.bytes[:] = 0
-    writing = asyncio.create_task(transport.write(peer.memory, blocks(source, peer, 8000, 4096)))
+    writing = asyncio.create_task(transport.write(peer.memory, blocks(source, peer, 32000, 1024)))
     await until(peer.bytes.any)
     writing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await writing
     landed = peer.bytes.copy()
-    assert np.count_nonzero(landed) < 8000 << 12
+    assert np.count_nonzero(landed) < 32000 << 10
     await asyncio.sleep(0.2)
     assert np.array_equal(peer.bytes, landed)
 
@@ -264,7 +264,7 @@ async def test_a_cancelled_write_ends_before_it_is_cancelled(
 async def test_closing_during_a_write(source: Source, peer: PeerProcess) -> None:
     transport = opened(source)
     peer.bytes[:] = 0
-    writing = asyncio.create_task(transport.write(peer.memory, blocks(source, peer, 8000, 4096)))
+    writing = asyncio.create_task(transport.write(peer.memory, blocks(source, peer, 32000, 1024)))
     await until(peer.bytes.any)
     transport.close()
     landed = peer.bytes.copy()
