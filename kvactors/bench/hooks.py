@@ -37,7 +37,7 @@ class Sizes:
     compute_s: float
 
 
-FULL, QUICK = Sizes(32, 4096, 60, 20, 1e-3), Sizes(32, 4096, 16, 5, 0.5e-3)
+FULL, QUICK = Sizes(32, 4096, 60, 20, 1e-3), Sizes(32, 4096, 16, 3, 0.5e-3)
 
 
 def measure(sizes: Sizes, say: Callable[[str], object], *, pinned: bool = False) -> Answer:

@@ -7,7 +7,7 @@ has given out, which shows a leak of small objects long before it fills a page. 
 several times; RSS alone would hide a leak of 1 % in memory that is recycled.)
 
 `growth` is the median of the last tenth of the run beside the median of the tenth after the warm-up; `peak` the most after the
-warm-up beside the same. The warm-up is the first fifth.
+warm-up beside the same. The warm-up is the first two fifths.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Sizes:
     requests: int
 
 
-FULL, QUICK = Sizes(100_000), Sizes(12_000)
+FULL, QUICK = Sizes(100_000), Sizes(10_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def measure(sizes: Sizes, say: Callable[[str], object]) -> Answer:
 def answer(requests: int, samples: Sequence[Sample]) -> Answer:
     """The figures of a run."""
     tenth = max(1, len(samples) // 10)
-    warm, later = samples[2 * tenth : 3 * tenth], samples[2 * tenth :]
+    warm, later = samples[4 * tenth : 5 * tenth], samples[4 * tenth :]
     last = samples[-tenth:]
     figures = []
     for what, unit, of in (

@@ -38,7 +38,7 @@ class Sizes:
     repeat: int
 
 
-FULL, QUICK = Sizes(32, 96, 256, 7), Sizes(32, 32, 256, 3)
+FULL, QUICK = Sizes(32, 96, 256, 7), Sizes(32, 24, 256, 3)
 
 
 def measure(sizes: Sizes, say: Callable[[str], object], *, pinned: bool = False, observer: Observer | None = None) -> Answer:

@@ -78,7 +78,7 @@ class Sizes:
     models: tuple[Model, ...] = MODELS
 
 
-FULL, QUICK = Sizes(4 << 30, 300, 5), Sizes(256 << 20, 24, 3)
+FULL, QUICK = Sizes(4 << 30, 300, 5), Sizes(128 << 20, 16, 3)
 
 
 def measure(sizes: Sizes, say: Callable[[str], object], *, pinned: bool = False, trace: str | None = None) -> Answer:

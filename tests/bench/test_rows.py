@@ -96,7 +96,7 @@ def test_memory_runs_in_a_process_of_its_own() -> None:
     check("memory", memory.measure(TINY["memory"][1], lambda _: None))
 
 
-@pytest.mark.parametrize(("leak_kib", "ok"), [(0, True), (20, False)])
+@pytest.mark.parametrize(("leak_kib", "ok"), [(0, True), (40, False)])
 def test_memory_that_grows_misses_its_target(leak_kib: int, ok: bool) -> None:
     samples = [memory.Sample(100_000 + leak_kib * i, 300_000) for i in range(100)]
     at_the_end = memory.answer(800, samples).figures[0]
@@ -123,6 +123,7 @@ def test_state_rows_as_figures() -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_lookup_beside_vllm() -> None:
     try:
         answer = lookup.measure(lookup.Sizes(2000, 3), lambda _: None)
