@@ -129,7 +129,7 @@ def trace_stats(
 ) -> TraceStats:
     """Reads a trace once.
 
-    Memory: 28 bytes a request, and 20 bytes for each different block, twice that while a batch is merged.
+    Memory: 40 bytes a request, and 20 bytes for each different block, some three times that while a batch is merged.
 
     Raises:
         TraceError: see `TraceReader`.
