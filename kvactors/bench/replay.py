@@ -70,15 +70,16 @@ MODELS = (
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """As many requests as fit in so many bytes, and no more than `requests`."""
+    """As many requests as fit in so many bytes, and no more than `requests`; drawn ones are `shorter` times shorter."""
 
     store_bytes: int
     requests: int
     repeat: int
+    shorter: int = 1
     models: tuple[Model, ...] = MODELS
 
 
-FULL, QUICK = Sizes(4 << 30, 300, 5), Sizes(128 << 20, 16, 3)
+FULL, QUICK = Sizes(4 << 30, 300, 5), Sizes(512 << 20, 16, 3, shorter=2, models=(*MODELS[:2], MODELS[3]))
 
 
 def measure(sizes: Sizes, say: Callable[[str], object], *, pinned: bool = False, trace: str | None = None) -> Answer:
@@ -94,7 +95,9 @@ def measure(sizes: Sizes, say: Callable[[str], object], *, pinned: bool = False,
     figures = []
     for model in sizes.models:
         say(f"{model.name}, ranges of {model.kib} KiB")
-        requests = synthetic(sizes.requests) if trace is None else TraceReader(trace, limit=sizes.requests)
+        requests = (
+            synthetic(sizes.requests, shorter=sizes.shorter) if trace is None else TraceReader(trace, limit=sizes.requests)
+        )
         plan = Plan(model.layout(), iter(requests), sizes.store_bytes)
         with Played(plan, pinned=pinned) as played:
             measured = in_turn({"engine": played.engine, "loop": played.loop}, sizes.repeat)
@@ -105,14 +108,18 @@ def measure(sizes: Sizes, say: Callable[[str], object], *, pinned: bool = False,
     return Answer(figures)
 
 
-def synthetic(count: int, seed: int = 0) -> Iterator[TraceRequest]:
-    """Requests like those of the public synthetic trace: 15,000 tokens on average, two thirds of them a repeated prefix."""
+def synthetic(count: int, seed: int = 0, *, shorter: int = 1) -> Iterator[TraceRequest]:
+    """Requests like those of the public synthetic trace: 15,000 tokens on average, two thirds of them a repeated prefix.
+
+    Args:
+        shorter: divides the lengths of documents and of what follows them.
+    """
     rng = random.Random(seed)
-    documents = [[rng.getrandbits(63) for _ in range(rng.randint(16, 48))] for _ in range(6)]
+    documents = [[rng.getrandbits(63) for _ in range(max(1, rng.randint(16, 48) // shorter))] for _ in range(6)]
     for line in range(1, count + 1):
         short = rng.random() < 1 / 3
         prefix = [] if short else rng.choice(documents)
-        own = [rng.getrandbits(63) for _ in range(1 if short else rng.randint(4, 20))]
+        own = [rng.getrandbits(63) for _ in range(1 if short else max(1, rng.randint(4, 20) // shorter))]
         ids = (*prefix, *own)
         length = len(ids) * TRACE_BLOCK_TOKENS - rng.randrange(TRACE_BLOCK_TOKENS)
         yield TraceRequest(line=line, timestamp_ms=0.0, input_length=length, hash_ids=ids)

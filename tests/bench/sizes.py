@@ -13,7 +13,7 @@ TINY: dict[str, tuple[Any, Any]] = {
     "hooks": (hooks, hooks.Sizes(3, 16, 2, 2, 1e-4)),
     "step": (step, step.Sizes(4, 2, (1, 5), (1, 3), (1, 2), 2)),
     "overlap": (overlap, overlap.Sizes(3, 4, 16, 2)),
-    "replay": (replay, replay.Sizes(8 << 20, 3, 2, (SEED,))),
+    "replay": (replay, replay.Sizes(8 << 20, 3, 2, models=(SEED,))),
     "layered": (layered, layered.Sizes(3, 4, 2, 16, 2)),
     "groups": (groups, groups.Sizes(10, (16,), 3)),
     "memory": (memory, memory.Sizes(160)),

@@ -76,7 +76,7 @@ def overlap_holds() -> bool:
 
 def replay_holds() -> bool:
     """Target 3 for short ranges."""
-    return all(figure.ratio < 20 for figure in figures(replay, replay.Sizes(8 << 20, 3, 2, (SEED,))))
+    return all(figure.ratio < 20 for figure in figures(replay, replay.Sizes(8 << 20, 3, 2, models=(SEED,))))
 
 
 def layered_holds() -> bool:
