@@ -424,7 +424,8 @@ class Coordinator(Actor):
             if m.reason is not ReleaseReason.PREEMPTED:
                 self._taints.forget(m.request_id)
             if self.record is not None:
-                self.record(m.request_id, WHOLE_REQUEST, WHOLE_REQUEST, f"released ({m.reason.value})")
+                what = "forgotten" if m.answer is _nobody else f"released ({m.reason.value})"
+                self.record(m.request_id, WHOLE_REQUEST, WHOLE_REQUEST, what)
             m.answer()
 
     # -- the store, and trouble ----------------------------------------------------------------------------------------

@@ -90,6 +90,7 @@ _SECONDS = click.FloatRange(min=0)
 )
 @click.option("--event-log", metavar="FILE", callback=file_name, help="With --virtual: write every event, a line each.")
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON report in place of the summary.")
+@click.option("--live", metavar="PATH", callback=file_name, help="A socket for `kvactors top` and `story` while it runs.")
 def replay(
     trace: str,
     format_name: str | None,
@@ -118,6 +119,7 @@ def replay(
     layer_time: float | None,
     event_log: str | None,
     as_json: bool,
+    live: str | None,
 ) -> int:
     """Run a recorded request trace through the engine, with real bytes, and print what happened."""
     for option, value in (
@@ -128,6 +130,8 @@ def replay(
     ):
         if value is not None and not virtual:
             raise click.UsageError(f"{option}: belongs to the virtual clock; give --virtual too")
+    if live is not None and virtual:
+        raise click.UsageError("--live: virtual time has nothing to look at while it runs; leave --virtual out")
     layout, family = resolve_layout(layout_name, block_tokens, scale)
     if namespace is not None:
         layout = layout.with_namespace(namespace)
@@ -138,6 +142,7 @@ def replay(
     if format_name is not None:
         check_name("--format", format_name, tuple(trace_formats()), "trace format")
 
+    from kvactors.live.address import Address
     from kvactors.replay.plan import ReplayOptions, VirtualOptions, plan_replay
 
     machine = VirtualOptions()
@@ -165,6 +170,7 @@ def replay(
         virtual=machine if virtual else None,
         format=format_name,
     )
+    address = None if live is None else Address.of(live)
     plan = plan_replay(options)
     if faults is not None:  # things break on purpose, and often
         log_from(logging.ERROR)
@@ -178,6 +184,7 @@ def replay(
         timeline_file=timeline_file,
         event_log_file=event_log,
         as_json=as_json,
+        live=address,
     )
 
 

@@ -33,6 +33,8 @@ def cli() -> None:
 
 for _command in (completion, doctor, layout_group, replay, simulate, store_group, trace_group):
     cli.add_command(_command)
+cli.lazy["top"] = Lazy("kvactors.live.command", "top", "Show what running engines do.", "")
+cli.lazy["story"] = Lazy("kvactors.live.command", "story", "Tell what happened to a request, and why.", "")
 cli.lazy["bench"] = Lazy(
     "kvactors.bench.command",
     "bench",

@@ -111,7 +111,10 @@ def _code(seen: Sequence[Seen]) -> int:
 @click.option("--all", "every", is_flag=True, help="A line for every block, also where the same happened to several.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def story(request: str, paths: tuple[str, ...], every: bool, as_json: bool) -> int:
-    """Tell what happened to a request and its sessions, and why, in order.
+    """Tell what happened to a request, and why.
+
+    What it loaded and saved, step by step, how each session ended, and what went wrong; blocks to which the same happened one
+    after another are one line.
 
     PATH: as of `kvactors top`. With several engines, what each of them knows.
     """

@@ -12,13 +12,16 @@ from rich.console import Console
 
 from kvactors.console import plain_console
 from kvactors.devices import MonotonicClock
+from kvactors.live import Address
 from kvactors.replay.html import write_page
 from kvactors.replay.interrupts import Interrupts
 from kvactors.replay.live import run_live
+from kvactors.replay.onlooker import Onlooker
 from kvactors.replay.plan import Plan
 from kvactors.replay.progress import progress_for
 from kvactors.replay.run import Outcome, Watchers
 from kvactors.replay.summary import print_summary
+from kvactors.replay.tally import Tally
 from kvactors.replay.timeline import MOST_SPANS, SpanLog, write_timeline
 from kvactors.replay.virtual import run_on_virtual_time
 
@@ -36,6 +39,7 @@ def run_and_show(
     timeline_file: str | None = None,
     event_log_file: str | None = None,
     as_json: bool = False,
+    live: Address | None = None,
 ) -> int:
     """Runs a plan with progress on stderr, writes the files, prints the summary (or the JSON report) on stdout; the exit code.
 
@@ -75,12 +79,20 @@ def run_and_show(
                 print_summary(report, plain_console(), plan.rules.boundary_tokens, elapsed_s)
             sys.stdout.flush()
 
+        onlooker = None if live is None else Onlooker(live)
+
+        def stepped(tally: Tally) -> None:
+            progress.update(tally)
+            if onlooker is not None:
+                onlooker.progress(tally)
+
         watchers = Watchers(
             observers=() if spans is None else (spans,),
-            on_progress=progress.update,
+            on_progress=progress.update if onlooker is None else stepped,
             on_stopping=lambda: err.print("stopping: draining what is in flight (Ctrl-C again to give up)"),
             on_outcome=show,
             on_leaving=lambda: err.print("leaving the store, which takes its time (Ctrl-C to end at once)"),
+            look=None if onlooker is None else onlooker.look,
             interrupts=interrupts,
         )
         if virtual:
