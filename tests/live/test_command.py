@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -114,7 +115,7 @@ def test_rates_are_since_the_last_look() -> None:
         counters = {"saved_bytes": nbytes}
         return Snapshot("n", "0", 1, "1", "m", seconds, 1.0, "running", "closed", counters, groups=[group])
 
-    console = Console(width=120, record=True, quiet=True)
+    console = Console(width=120, record=True, file=io.StringIO())
     console.print(top.render([top.Seen(address, at(12.0, 30, 4096))], {address: at(10.0, 10, 2048)}))
     text = console.export_text()
     assert "30 (10/s)" in text
@@ -197,11 +198,7 @@ def test_what_others_chose_cannot_steer_a_terminal(given: str, shown: str) -> No
 
 
 def test_units() -> None:
-    assert [shown_bytes(n) for n in (0, 1023, 1536, 3 << 20, 5 << 40)] == ["0 B", "1023 B", "1.50 KiB", "3.00 MiB", "5.00 TiB"]
-    assert [shown_seconds(s) for s in (0.00025, 0.0025, 2.5, 125, 9000)] == [
-        "250 µs",
-        "2.5 ms",
-        "2.5 s",
-        "2 min 5 s",
-        "2 h 30 min",
-    ]
+    sizes = {0: "0 B", 1023: "1023 B", 1536: "1.50 KiB", 3 << 20: "3.00 MiB", 5 << 40: "5.00 TiB"}
+    times = {0.00025: "250 µs", 0.0025: "2.5 ms", 2.5: "2.5 s", 125: "2 min 5 s", 9000: "2 h 30 min"}
+    assert {n: shown_bytes(n) for n in sizes} == sizes
+    assert {s: shown_seconds(s) for s in times} == times
