@@ -16,9 +16,10 @@ VARIABLE = "_KVACTORS_COMPLETE"
 @click.argument("shell", type=Choice(SHELLS))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print the script that completes commands, options, layouts, stores, presets and benchmarks.
+    """Print the script that completes words in a shell.
 
-    Put the line of the example into ~/.bashrc, ~/.zshrc (with zsh), or ~/.config/fish/config.fish.
+    It completes commands, options, layouts, stores, presets, formats and benchmarks. Put the line of the example into
+    ~/.bashrc, ~/.zshrc (with zsh), or ~/.config/fish/config.fish.
     """
     made = get_completion_class(shell)
     if made is None:

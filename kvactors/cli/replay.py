@@ -121,7 +121,10 @@ def replay(
     as_json: bool,
     live: str | None,
 ) -> int:
-    """Run a recorded request trace through the engine, with real bytes, and print what happened."""
+    """Play a recorded trace through the engine, with real bytes.
+
+    Prints what happened. Exit code 1 if a request failed, a byte was wrong or an invariant broke.
+    """
     for option, value in (
         ("--bandwidth", bandwidth),
         ("--latency", latency),

@@ -38,7 +38,7 @@ cli.lazy["story"] = Lazy("kvactors.live.command", "story", "Tell what happened t
 cli.lazy["bench"] = Lazy(
     "kvactors.bench.command",
     "bench",
-    "Measure what kvactors does beside the plainest way to do the same, in one run.",
+    "Measure what kvactors does beside the plainest way to do the same.",
     example("kvactors bench copy hooks --quick"),
 )
 

@@ -58,7 +58,7 @@ def simulate(
     most_failures: int,
     as_json: bool,
 ) -> int:
-    """Run seeded simulations with faults on virtual time, checking the invariants after every event.
+    """Run seeded simulations with faults, checking the invariants.
 
     The last line of the output is the summary. Exit code 1 if a seed failed; each failing one is made smaller and printed with
     the command that repeats it.
