@@ -25,6 +25,9 @@ from kvactors.live.stories import lines
 from kvactors.live.top import Seen, look_at, render
 from kvactors.live.view import StoryPart
 
+MOST_MATCHES = 8
+"""Requests whose names begin alike that are told at once."""
+
 
 def _finite(_: click.Context, parameter: click.Parameter, value: float) -> float:
     if not math.isfinite(value):
@@ -123,9 +126,9 @@ def story(request: str, paths: tuple[str, ...], every: bool, as_json: bool) -> i
     unknown: list[Address] = []
     for address in found_addresses(paths):
         try:
-            told += [(address, part) for part in read_story(address, request)]
-        except NotFoundError:
-            unknown.append(address)
+            found = _stories(address, request)
+            told += [(address, part) for part in found]
+            unknown += [] if found else [address]
         except LiveViewError as error:
             trouble.append(error)
     if not told:
@@ -141,6 +144,20 @@ def story(request: str, paths: tuple[str, ...], every: bool, as_json: bool) -> i
         for line in lines(part, every=every):
             click.echo(line)
     return 1 if trouble else 0
+
+
+def _stories(address: Address, request: str) -> list[StoryPart]:
+    """The stories of a request. If there is none under its name, of those whose names begin with it: vLLM appends a random end
+    to the id that a client knows."""
+    try:
+        return read_story(address, request)
+    except NotFoundError:
+        names = [name for name in read_names(address) if name.startswith(f"{request}-") and "#" not in name]
+    found: list[StoryPart] = []
+    for name in names[:MOST_MATCHES]:
+        with contextlib.suppress(NotFoundError):  # forgotten since
+            found += read_story(address, name)
+    return found
 
 
 def _no_story(request: str, addresses: Sequence[Address]) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvactors.devices import MonotonicClock, devices_for
+from kvactors.engine import BlockingEngine
 from kvactors.errors import ConfigError, LayoutError
+from kvactors.live import LiveView, live_address, view_of_rank
+from kvactors.live.address import SCHEDULER
 from kvactors.log import get_logger
 from kvactors.vllm.agreement import tp_gather
 from kvactors.vllm.ascend_hooks import AscendLayers
@@ -87,14 +90,38 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
         self._handing: HandoffScheduler | None = None
         self._handoff: HandoffSide | None = None
         self._pins = Pins(MonotonicClock())
+        self._live: LiveView | None = None
         self._late = WorkerReport()
         """blocks that a hand-off which failed may still write, to be reported"""
         if role is KVConnectorRole.SCHEDULER:
             if self.settings.stores:
                 self._scheduler = self._new_scheduler(vllm_config, kv_cache_config)
                 self._pins = self._scheduler.pins
+                self._live = self._view(None, SCHEDULER, self._scheduler.totals, lambda: {"pinned": len(self._pins)})
             if self._hands_over:
                 self._handing = self._new_handing(vllm_config, kv_cache_config)
+
+    def _view(
+        self,
+        engine: BlockingEngine | None,
+        rank: str,
+        totals: Callable[[], Mapping[str, float]],
+        gauges: Callable[[], Mapping[str, float]] | None = None,
+    ) -> LiveView | None:
+        """This side's live view, if one was asked for."""
+        if live_address() is None:
+            return None
+        config, parallel = self._vllm_config, self._vllm_config.parallel_config
+        return view_of_rank(
+            "",
+            engine,
+            rank,
+            ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+            replica=parallel.data_parallel_rank,
+            name=f"{model_name(config.model_config.model)} {self._role_name}",
+            totals=totals,
+            gauges=gauges,
+        )
 
     def _new_handing(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> HandoffScheduler | None:
         try:
@@ -171,6 +198,7 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
         if self._hands_over:
             stored = None if self._worker is None else self._worker.memory
             self._handoff = start_handoff(config, self._kv_cache_config, kv_caches, facts, self.settings, stored)
+        self._live = self._view(None if self._worker is None else self._worker.engine, str(rank), self._worker_totals)
 
     def _start_storing(self, kv_caches: dict[str, torch.Tensor], facts: ModelFacts, rank: int) -> None:
         config = self._vllm_config
@@ -205,6 +233,9 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
         return Handshake(layout, self._hash_tokens, reports, hands_over=self._handoff is not None)
 
     def shutdown(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.close()
         handoff, self._handoff = self._handoff, None
         if handoff is not None:  # before the caches that it writes to are gone
             handoff.close()
@@ -287,14 +318,20 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
         if self._scheduler is not None:
             return self._collector.collect(None, self._scheduler.totals())
         moved = self._handoff is not None and self._handoff.take_moved()
-        handed = {} if self._handoff is None else self._handoff.totals()
         if self._worker is None:
-            return self._collector.collect(None, handed) if moved else None
+            return self._collector.collect(None, self._worker_totals()) if moved else None
         if not (self._worker.take_moved() or moved or not self._collector.at_rest):
             return None
         engine = self._worker.engine
         now = engine.stats()
-        return self._collector.collect(now, self._worker.totals() | handed, now.queued, engine.pending_saves)
+        stats = self._collector.collect(now, self._worker_totals(), now.queued, engine.pending_saves)
+        if self._live is not None and stats is not None:
+            self._live.note_waits(stats.data)
+        return stats
+
+    def _worker_totals(self) -> dict[str, float]:
+        worker, handoff = self._worker, self._handoff
+        return ({} if worker is None else worker.totals()) | ({} if handoff is None else handoff.totals())
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:

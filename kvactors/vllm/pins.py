@@ -46,4 +46,4 @@ class Pins:
         return len(self) > 0 and self._clock.now() - self._changed_at < BUSY_S
 
     def __len__(self) -> int:
-        return len(+self._held)
+        return sum(count > 0 for count in list(self._held.values()))  # a live view asks from another thread

@@ -138,6 +138,19 @@ def test_story_tells_what_happened_and_why(folder: Path) -> None:
     assert "load failed from token 0 on, layer 0 (layer 0: transfer failed)" in failed
 
 
+def test_story_finds_the_names_that_vllm_gives(tmp_path: Path) -> None:
+    async def play(path: Path) -> Result:
+        async with Rig(full_layout()) as rig:
+            with LiveView(rig.engine, Address.of(str(path))):
+                for name in ("cmpl-7-ab12", "cmpl-7-ab12#1", "cmpl-77-ab12"):
+                    await rig.save(name, hashes(1, name))
+                return run("story", "cmpl-7", path)
+
+    result = asyncio.run(play(tmp_path / "live.sock"))
+    assert result.exit_code == 0, result.output
+    assert re.findall(r"^(\S+), \d+ events", result.stdout, re.MULTILINE) == ["cmpl-7-ab12", "cmpl-7-ab12#1"]
+
+
 def test_story_as_json_and_line_by_line(folder: Path) -> None:
     (part,) = json.loads(run("story", "a", folder, "--json").stdout)
     assert part["request"] == "a"
