@@ -94,6 +94,9 @@ class Instance:
     def failed(self) -> None:
         self._rests_until = _now() + self._limits.rest_s
 
+    def answered(self) -> None:
+        self._rests_until = 0.0
+
 
 class Prefill(Instance):
     """A P, and the bootstrap server that knows its engines."""
@@ -123,7 +126,7 @@ class Prefill(Instance):
             try:
                 self._engines = await self._query()
             except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError, AttributeError) as error:
-                raise InstanceError(f"its bootstrap server {self.bootstrap}: {error!r}") from error
+                raise InstanceError(f"its bootstrap server {self.bootstrap}: {_said(error)}") from error
             self._known_until = _now() + self._limits.known_s
         rank, engine_id = self._engines[next(self._turns) % len(self._engines)]
         return Source(self, engine_id, {"X-data-parallel-rank": rank} if len(self._engines) > 1 else {})
@@ -152,7 +155,7 @@ class Prefill(Instance):
             async with self._session.post(self.url + call.path, json=body, headers=headers, timeout=timeout) as response:
                 said = await response.text(errors="replace")
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise InstanceError(repr(error)) from error
+            raise InstanceError(_said(error)) from error
         if response.status != 200:
             raise InstanceError(f"{response.status} {said[:300]}", refused=response.status < 500)
 
@@ -184,7 +187,7 @@ class Decode(Instance):
             streams = call.streams and response.status < 500
             first = await (response.content.readany() if streams else response.read())
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise InstanceError(repr(error)) from error
+            raise InstanceError(_said(error)) from error
         if response.status >= 500 or (streams and first.startswith(b'data: {"error"')):
             raise InstanceError(f"{response.status} {first[:300].decode(errors='replace')}", refused=True)
         return Answer(self, response, first)
@@ -207,7 +210,11 @@ class Answer:
         try:
             return await self._response.content.readany()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise InstanceError(f"the answer broke off: {error!r}") from error
+            raise InstanceError(f"the answer broke off: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__} {error}".strip()
 
 
 def _now() -> float:

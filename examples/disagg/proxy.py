@@ -142,6 +142,8 @@ class Proxy:
         why = "no prefill instance is up"
         if not call.may_be_handed_over:
             why = "it has several prompts or answers, or asks for log-probabilities of its prompt"
+        elif all(decode.rests for decode in self._decodes):
+            why = "no decode instance may be up, and prefill's blocks would wait for one"
         elif awake:
             prefill = awake[next(self._prefill_turns) % len(awake)]
             try:
@@ -179,6 +181,7 @@ class Proxy:
                     source.prefill.forget()
                     source = None
             else:
+                decode.answered()
                 self.counts["plain" if source is None else "handed_over"] += 1
                 return answer
         raise InstanceError(f"no decode instance answers: {'; '.join(problems)}")

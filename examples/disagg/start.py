@@ -23,7 +23,7 @@ import aiohttp
 import models
 from rich.console import Console
 from rich.table import Table
-from servers import Servers, free_ports
+from servers import ServerError, Servers, free_ports
 
 HERE = Path(__file__).resolve().parent
 NEW_TOKENS = 16
@@ -42,7 +42,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         description="Prefill and decode instances of a tiny model on vLLM's CPU backend, and a proxy."
     )
     parser.add_argument("--model", choices=sorted(models.tiny.MODELS), default="gptoss")
-    parser.add_argument("--tokens", type=int, default=900, help="tokens of the prompt, at most 2000")
+    parser.add_argument("--tokens", type=int, default=897, help="tokens of the prompt, at most 2000")
     parser.add_argument("--concurrent", action="store_true", help="the proxy asks both instances at the same time")
     parser.add_argument("--check", action="store_true", help="compare the answer with that of a single engine")
     parser.add_argument("--once", action="store_true", help="end after one request")
@@ -68,7 +68,15 @@ class Site:
         registry = f"http://127.0.0.1:{bootstrap}"
         await self._vllm("prefill", "kv_producer", bootstrap_port=bootstrap)
         await self._vllm("decode", "kv_consumer")
-        proxy = [sys.executable, HERE / "proxy.py", "--port", str(ports[-1]), "--prefill", self.urls["prefill"], registry]
+        proxy: list[str | Path] = [
+            sys.executable,
+            HERE / "proxy.py",
+            "--port",
+            str(ports[-1]),
+            "--prefill",
+            self.urls["prefill"],
+            registry,
+        ]
         proxy += ["--decode", self.urls["decode"], *(["--concurrent"] if self._given.concurrent else [])]
         await self._start("proxy", proxy)
 
@@ -79,7 +87,7 @@ class Site:
         await self._vllm("single", None)
 
     async def _vllm(self, name: str, role: str | None, **extra: Any) -> None:
-        words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self._path, *SERVE.split()]
+        words: list[str | Path] = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self._path, *SERVE.split()]
         words += ["--port", self.urls[name].rpartition(":")[2], "--served-model-name", self._path.name]
         if role is not None:
             connector = {
@@ -174,8 +182,9 @@ async def run(given: argparse.Namespace) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(asyncio.run(run(arguments())))
-    except (KeyboardInterrupt, asyncio.CancelledError):
+    except KeyboardInterrupt:
         console.print("stopped")
-    except Exception as error:
-        console.print(str(error), style="red", markup=False, highlight=False)
-        sys.exit(1)
+    except asyncio.CancelledError:  # SIGTERM
+        sys.exit("stopped")
+    except (ServerError, aiohttp.ClientError, TimeoutError) as error:
+        sys.exit(f"{error}")

@@ -14,7 +14,8 @@ from typing import Any
 from aiohttp import web
 from multidict import CIMultiDict
 
-EXAMPLE = Path(__file__).parents[2] / "examples/disagg"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/disagg"
 
 
 def example(name: str) -> ModuleType:

@@ -288,6 +288,22 @@ async def test_no_d_answers(start: Start, stream: bool) -> None:
     assert health["counts"] == {"requests": 1, "decode_failed": 2}
 
 
+async def test_p_is_not_asked_while_no_d_may_be_up(start: Start) -> None:
+    """It would keep blocks that nobody fetches."""
+    site = await start(decode=("down",))
+    assert [(await site.post())[0] for _ in range(3)] == [502] * 3
+    assert len(site.prefills[0].asked) == 1
+    assert site.proxy.counts == {"requests": 3, "decode_failed": 3}
+
+
+async def test_p_is_asked_again_when_d_is_back(start: Start) -> None:
+    site = await start(decode=(500,))
+    await site.post()
+    site.decodes[0].answers = 200
+    assert [(await site.post())[0] for _ in range(2)] == [200] * 2
+    assert site.proxy.counts == {"requests": 3, "decode_failed": 1, "plain": 1, "handed_over": 1}
+
+
 async def test_what_d_says_of_a_bad_request_is_passed_on(start: Start) -> None:
     site = await start(prefill=(400,), decode=(400, 200))
     assert await site.post() == (400, {"from": "D0"})
