@@ -15,7 +15,7 @@ from kvactors.console import log_from
 @click.command(epilog=example("kvactors doctor"))
 @as_json
 def doctor(as_json: bool) -> int:
-    """Say what is installed and works, and how to get what is missing."""
+    """Say what is installed, and how to get what is missing."""
     from kvactors.doctor import examine, print_findings
 
     log_from(logging.ERROR)

@@ -163,10 +163,13 @@ def _length_bars(lengths: Lengths) -> list[Bar]:
 
 def _kept_lines(stats: TraceStats) -> list[Line]:
     x = _times_of(stats)
-    points = stats.working_set.points
+    points, most = stats.working_set.points, short(stats.working_set.peak_live_tokens)
     return [
         Line("everything so far", [(at, float(p.unique_tokens)) for at, p in zip(x, points, strict=True)]),
-        Line("what comes again later", [(at, float(p.live_tokens)) for at, p in zip(x, points, strict=True)]),
+        Line(
+            f"what comes again later, at most {most}; now",
+            [(at, float(p.live_tokens)) for at, p in zip(x, points, strict=True)],
+        ),
     ]
 
 
