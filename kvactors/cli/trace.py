@@ -90,6 +90,8 @@ def trace_convert(
 
     try:
         done = convert(TraceReader(trace, format=format_name, skip_bad=skip_bad, limit=requests), out)
+    except BrokenPipeError:  # whoever read it has enough
+        return 0
     except OSError as error:
         return _cannot_write(out, error)
     if as_json:

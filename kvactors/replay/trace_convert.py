@@ -39,14 +39,14 @@ def convert(reader: TraceReader, out: str) -> Converted:
 
     Args:
         reader: what is read.
-        out: a file, packed where its name ends in .gz. It appears when all is written, unless it is there already and no
-            regular file (a pipe, /dev/stdout).
+        out: a file, packed where its name ends in .gz. It appears when all is written, unless it is a link or no regular
+            file (/dev/stdout, a pipe): that is written to as rows are read.
 
     Raises:
         TraceError: a row is wrong; nothing is left behind.
         OSError: the result cannot be written.
     """
-    regular = not os.path.exists(out) or os.path.isfile(out)
+    regular = not os.path.islink(out) and (not os.path.exists(out) or os.path.isfile(out))
     written = f"{out}.part" if regular else out
     requests = no_output = 0
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,17 @@ def test_a_full_disk_exits_1() -> None:
     result = run(SAMPLE, "/dev/full")
     assert result.exit_code == 1
     assert "/dev/full: cannot be written" in result.stderr
+
+
+@pytest.mark.parametrize("sink", ["> $OUT", "| cat > $OUT", "| head -n 3 > $OUT"])
+def test_standard_output(tmp_path: Path, sink: str) -> None:
+    """A link: it is written to, never replaced."""
+    program, out = f"{sys.executable} -m kvactors", tmp_path / "o.jsonl"
+    line = f"set -o pipefail; {program} trace convert {SAMPLE} /dev/stdout {sink.replace('$OUT', str(out))}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert Path("/dev/stdout").is_symlink()
+    assert rows_in(out) == rows_in(SAMPLE)[: 3 if "head" in sink else None]
 
 
 def test_rows_are_written_while_they_are_read(tmp_path: Path) -> None:
