@@ -21,11 +21,12 @@ VALIDATED_BACKENDS = frozenset(
 )
 """Attention backends whose caches have been moved and compared bit for bit (tests/vllm), and those of recurrent layers."""
 
-REFUSED_BACKENDS: Mapping[str, str] = {
+NO_PREFIXES: Mapping[str, str] = {
     "CPU_MLA": "vLLM's reference MLA for CPUs does not read what is cached of a prompt, so a loaded prefix would be ignored; "
     "it takes a CPU with AMX (AMX_MLA)",
 }
-"""Attention backends with which what is loaded is not used, and why."""
+"""Attention backends that cannot go on from a part of a prompt, and why. They can decode, so a hand-off alone is served: prefill
+computes a prompt in one piece, and decode needs one token of it."""
 
 REFUSED_SPECS: Mapping[str, str] = {
     "CrossAttentionSpec": "cross attention (its cache belongs to an encoder's input, which no token hash names)",
@@ -147,11 +148,11 @@ def require_validated(vllm_config: Any, backends: Mapping[str, str], settings: C
         ConfigError: something is not validated and was not opted into.
     """
     used = set(backends.values())
-    if refused := sorted(used & set(REFUSED_BACKENDS)):
-        why = "; ".join(f"attention backend {name}: {REFUSED_BACKENDS[name]}" for name in refused)
+    if settings.stores and (refused := sorted(used & set(NO_PREFIXES))):
+        why = "; ".join(f"attention backend {name}: {NO_PREFIXES[name]}" for name in refused)
         raise ConfigError(f"KVActorsConnector cannot serve this configuration: {why}")
     device = device_type(vllm_config)
-    doubts = [f"attention backend {name}" for name in sorted(used - VALIDATED_BACKENDS)]
+    doubts = [f"attention backend {name}" for name in sorted(used - VALIDATED_BACKENDS - set(NO_PREFIXES))]
     if device != "cpu":
         doubts.append(f"device {device}")
         if not getattr(vllm_config.model_config, "enforce_eager", True):

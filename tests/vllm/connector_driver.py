@@ -17,12 +17,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.vllm import engine, real_weights, store_tricks
+from tests.vllm import engine, handoff_tricks, real_weights, store_tricks
 
 WARM_UP = 5  # tokens; the first pass of a process with a single token may crash where the CPU has AMX
 
 
-class Driver(store_tricks.StoreTricks):
+class Driver(store_tricks.StoreTricks, handoff_tricks.HandoffTricks):
     """At most one engine at a time, step by step if a test wants."""
 
     def __init__(self) -> None:
@@ -34,6 +34,7 @@ class Driver(store_tricks.StoreTricks):
         self.totals = {"queries": 0, "hits": 0}
         self.preempted: dict[str, int] = {}  # requests that gave way, and how many tokens each had made by then
         self.connector_stats: list[Any] = []
+        self.scheduled: dict[str, list[int]] = {}  # tokens that each request computed in each of its steps
 
     def start(self, model: str, folder: str, connector: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
         """An engine; one that was started with the same words goes on, with an empty prefix cache.
@@ -75,8 +76,11 @@ class Driver(store_tricks.StoreTricks):
 
     # Requests
 
-    def add(self, requests: Iterable[tuple[str, list[int], int]]) -> None:
-        """Requests (name, tokens of the prompt, tokens to make), to be run by `steps` and `finish`."""
+    def add(self, requests: Iterable[tuple[str, list[int], int]], params: dict[str, dict[str, Any]] | None = None) -> None:
+        """Requests (name, tokens of the prompt, tokens to make), to be run by `steps` and `finish`.
+
+        `params`: `kv_transfer_params` of some of them.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -88,6 +92,7 @@ class Driver(store_tricks.StoreTricks):
                 logprobs=5,
                 max_tokens=count,
                 output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args={"kv_transfer_params": params[name]} if params and name in params else None,
             )
             self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
 
@@ -104,6 +109,7 @@ class Driver(store_tricks.StoreTricks):
                     "local": local,
                     "external": external,
                     "end": made.finish_reason,
+                    "scheduled": self.scheduled.pop(output.request_id, []),
                 }
                 ended.append(output.request_id)
         return ended
@@ -113,7 +119,7 @@ class Driver(store_tricks.StoreTricks):
 
     def finish(self) -> dict[str, dict[str, Any]]:
         """Runs everything that was added to its end: what came of each request since the last call."""
-        while self.llm.llm_engine.has_unfinished_requests():
+        while self.llm.llm_engine.has_unfinished_requests() or self.hands_over():
             self.steps(1)
         outcomes, self.outcomes = self.outcomes, {}
         return outcomes
@@ -123,13 +129,36 @@ class Driver(store_tricks.StoreTricks):
         self.add(requests)
         return self.finish()
 
-    def one_by_one(self, requests: Iterable[tuple[str, list[int], int]], resets: bool = True) -> dict[str, dict[str, Any]]:
+    def one_by_one(
+        self,
+        requests: Iterable[tuple[str, list[int], int]],
+        resets: bool = True,
+        params: dict[str, dict[str, Any]] | None = None,
+    ) -> dict[str, dict[str, Any]]:
         """Each alone, and with an empty prefix cache."""
         outcomes = {}
         for request in requests:
             if resets:
                 self.reset()
-            outcomes.update(self.generate([request]))
+            self.add([request], params)
+            outcomes.update(self.finish())
+        return outcomes
+
+    def parted(self, requests: Iterable[tuple[str, list[int], int]]) -> dict[str, dict[str, Any]]:
+        """As `one_by_one`, with the last token of each prompt computed alone, as decode does it after a hand-off."""
+        scheduler = self._scheduler()
+        most = scheduler.max_num_scheduled_tokens
+        outcomes = {}
+        for request in requests:
+            self.reset()
+            self.add([request])
+            try:
+                for done in range(0, len(request[1]) - 1, most):
+                    scheduler.max_num_scheduled_tokens = min(most, len(request[1]) - 1 - done)
+                    self.steps(1)
+            finally:
+                scheduler.max_num_scheduled_tokens = most
+            outcomes.update(self.finish())
         return outcomes
 
     def reset(self) -> None:
@@ -159,7 +188,7 @@ class Driver(store_tricks.StoreTricks):
     def _watch(self) -> None:
         """Reads what the scheduler says of each request and of all."""
         core, scheduler = self.llm.llm_engine.engine_core, self._scheduler()
-        get_output, preempt = core.get_output, scheduler._preempt_request
+        get_output, preempt, schedule = core.get_output, scheduler._preempt_request, scheduler.schedule
 
         def watched_output() -> Any:
             outputs = get_output()
@@ -173,7 +202,13 @@ class Driver(store_tricks.StoreTricks):
             self.preempted.setdefault(_name(request.request_id), request.num_output_tokens)
             return preempt(request, *arguments, **options)
 
-        core.get_output, scheduler._preempt_request = watched_output, watched_preempt
+        def watched_schedule(*arguments: Any, **options: Any) -> Any:
+            output = schedule(*arguments, **options)
+            for request_id, tokens in output.num_scheduled_tokens.items():
+                self.scheduled.setdefault(_name(request_id), []).append(tokens)
+            return output
+
+        core.get_output, scheduler._preempt_request, scheduler.schedule = watched_output, watched_preempt, watched_schedule
 
     def _count(self, stats: Any) -> None:
         if stats is None:

@@ -61,15 +61,20 @@ class Model:
         self.environment = environment
         self.led = Led(environment)
         self.block = 0
+        self.policy = "recompute"
         self.cold: dict[str, Any] = {}
 
     def begin(self, extra: Mapping[str, Any] | None, **changes: Any) -> None:
         """`start`, without waiting for it; `begun` does."""
-        if not self.led.lives():  # an earlier test ended it
-            self.led.close()
-            self.led = Led(self.environment)
+        self.revive()
         transfer = None if extra is None else connector(**extra)
         self.led.send("start", self.name, str(self.folder), transfer, **{**self.arguments, **changes})
+
+    def revive(self) -> None:
+        """A new process, if an earlier test ended this one's."""
+        if not self.led.lives():
+            self.led.close()
+            self.led = Led(self.environment)
 
     def begun(self) -> dict[str, Any]:
         started: dict[str, Any] = self.led.receive()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -68,6 +69,12 @@ class Led:
         if "error" in answer:
             raise AssertionError(f"in the process with vLLM:\n{answer['error']}\nit wrote last:\n{self.log()[-2000:]}")
         return answer["answer"]
+
+    def signal(self, number: int) -> None:
+        """Stops, continues or kills the process."""
+        os.kill(self._process.pid, number)
+        if number == signal.SIGKILL:
+            self._process.wait()
 
     def log(self) -> str:
         """All that the process has written so far."""

@@ -18,6 +18,7 @@ FLIPPED = 0x55
 
 class StoreTricks:
     def __init__(self) -> None:
+        super().__init__()
         self._open = threading.Event()
         self._open.set()
         self._real: dict[str, Callable[..., Any]] = {}
