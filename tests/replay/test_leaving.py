@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvactors import cli as command_line
+from kvactors.cli import root as command_line
 from kvactors.layouts import FAMILIES
 from kvactors.replay import leaving, live
 from kvactors.replay.interrupts import PATIENCE, Interrupts
