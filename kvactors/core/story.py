@@ -46,7 +46,8 @@ class StoryBook:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._pages: OrderedDict[str, deque[StoryEvent]] = OrderedDict()
+        self._pages: OrderedDict[str, deque[tuple[float, int, int, str]]] = OrderedDict()
+        """plain tuples: the garbage collector lets go of these at its first look, and of no others"""
         self._events = 0
 
     def record(self, request_id: str, group_id: int, block_index: int, what: str) -> None:
@@ -60,7 +61,7 @@ class StoryBook:
             self._pages.move_to_end(request_id)
         if len(page) < MOST_EVENTS_EACH:
             self._events += 1
-        page.append(StoryEvent(self._clock.now(), group_id, block_index, what))
+        page.append((self._clock.now(), group_id, block_index, what))
         while self._events > MOST_EVENTS:
             self._drop_oldest()
 
@@ -77,7 +78,7 @@ class StoryBook:
 
     def events(self, request_id: str) -> list[StoryEvent]:
         """The events of one request, oldest first; empty if there is no page of it."""
-        return list(self._pages.get(request_id, ()))
+        return [StoryEvent(*event) for event in list(self._pages.get(request_id, ()))]
 
     def tell(self, request_id: str) -> list[str]:
         """One line per event: seconds since the request's first, group, block, what happened."""
