@@ -15,18 +15,18 @@ from typing import Any
 
 from kvactors.actors.actor import Actor
 from kvactors.core.clock import Clock
-from kvactors.disagg.blocks import RequestBlocks, plan_blocks
-from kvactors.disagg.descriptors import RegionCopy, batches, request_descriptors
+from kvactors.disagg.blocks import RequestBlocks
 from kvactors.disagg.geometry import WorkerGeometry
 from kvactors.disagg.links import Link
 from kvactors.disagg.messages import Cancelled, Heard, LinkDown, LinkUp, Prefilled, Requested, TimeUp, WriteEnded
 from kvactors.disagg.outbox import Outbox
 from kvactors.disagg.routes import route
 from kvactors.disagg.sending import SendAction, Sending, SendInstruction
+from kvactors.disagg.sends import Puller, Send, SendCounts, SendLimits, Sends
 from kvactors.disagg.states import PULL_TERMINAL, SEND_TERMINAL, SendState, Worker
 from kvactors.disagg.transports import Transport
 from kvactors.disagg.wire import Abort, Failed, Hello, Message, Pull, Refused, Sent, Stopped, Welcome
-from kvactors.errors import DisaggError, HandoffBlocksError
+from kvactors.errors import DisaggError
 from kvactors.log import get_logger
 
 log = get_logger("kvactors.disagg.sender", burst=10)
@@ -38,69 +38,6 @@ REMEMBERED = 4096
 """Requests that ended are known so long, in number, that late messages are answered; so are the routes to peers."""
 
 MAILBOX = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class SendLimits:
-    """
-    Attributes:
-        abort_timeout_s: blocks that nobody asked for, or that were not settled, are freed after this time; never under a send.
-        orphan_s: how long a request is known that decode spoke of and that never came.
-        orphans: how many of those at a time.
-        sends: how many requests are written at a time, in all and to one peer.
-        batch: descriptors between two looks at whether the peer still wants them.
-    """
-
-    abort_timeout_s: float = 480.0
-    orphan_s: float = 480.0
-    orphans: int = 4096
-    sends: int = 8
-    sends_to_one: int = 2
-    batch: int = 2000
-
-
-@dataclass(slots=True, eq=False)
-class SendCounts:
-    """Since the start. Requests, but for `bytes`; `sends` counts the decode workers written to, empty pulls not."""
-
-    sends: int = 0
-    bytes: int = 0
-    failed: int = 0
-    refused: int = 0
-    expired: int = 0
-    freed: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Puller:
-    """A decode worker, as long as its link lives.
-
-    Attributes:
-        route: what of each block goes to it.
-        at_once: the sends to it at a time.
-    """
-
-    engine_id: str
-    worker: Worker
-    memory: str
-    geometry: WorkerGeometry
-    route: tuple[RegionCopy, ...]
-    at_once: asyncio.Semaphore
-    outbox: Outbox | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Send:
-    """A send under way.
-
-    Attributes:
-        stop: the peer gave it up; nothing more is written after the batch in hand.
-        waiting: for its turn; it may be cancelled.
-    """
-
-    stop: bool = False
-    waiting: bool = False
-    task: asyncio.Task[None] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -141,10 +78,12 @@ class SenderActor(Actor):
         self._requests: dict[str, Request] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._pullers: dict[tuple[str, Worker], Puller] = {}
+        self._last_memory: dict[tuple[str, Worker], str] = {}
         self._known: OrderedDict[str, Puller] = OrderedDict()
         """process of a decode worker -> what its geometry came to, so that a new link needs no new plan"""
         self._orphans = 0
-        self._at_once = asyncio.Semaphore(self._limits.sends)
+        self._sends = Sends(geometry, transport, self._limits, self.counts, self.mailbox.post)
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def under_way(self) -> int:
@@ -193,7 +132,7 @@ class SenderActor(Actor):
         known = self._known.get(hello.process)
         if known is not None and known.memory == hello.memory and known.geometry == hello.geometry:
             self._known.move_to_end(hello.process)
-            return replace(known, outbox=None)
+            return replace(known, outbox=None)  # with the same bound on sends
         g = hello.geometry
         puller = Puller(
             hello.engine_id,
@@ -206,7 +145,7 @@ class SenderActor(Actor):
         self._known[hello.process] = puller
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
-        return replace(puller)
+        return puller
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -279,6 +218,12 @@ class SenderActor(Actor):
         earlier = self._pullers.get(key)
         if earlier is not None and earlier.outbox is not None:
             self._link_down(earlier, earlier.outbox.link, "the worker opened another link")
+        if (last := self._last_memory.get(key)) not in (None, puller.memory):  # it was started again
+            assert last is not None
+            task = asyncio.ensure_future(self._transport.forget(last))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._last_memory[key] = puller.memory
         puller.outbox = Outbox(link)
         self._pullers[key] = puller
 
@@ -418,53 +363,15 @@ class SenderActor(Actor):
 
     def _start(self, request: Request, worker: Worker) -> None:
         puller, pull = request.pulls[worker]
-        send = request.sends[worker] = Send()
+        assert request.blocks is not None
         self.mailbox.reserve()
-        send.task = asyncio.ensure_future(self._send(request, worker, puller, pull, send))
+        request.sends[worker] = self._sends.start(request.record.transfer_id, puller, request.blocks, pull.blocks)
 
     @staticmethod
     def _stop(request: Request, worker: Worker) -> None:
         send = request.sends.get(worker)
         if send is not None:
-            send.stop = True
-            if send.waiting and send.task is not None:
-                send.task.cancel()
-
-    async def _send(self, request: Request, worker: Worker, puller: Puller, pull: Pull, send: Send) -> None:
-        ended = WriteEnded(request.record.transfer_id, worker, "stopped before it began")
-        try:
-            ended = await self._written(request, worker, puller, pull, send)
-        except DisaggError as error:
-            ended = replace(ended, failed=str(error), refused=isinstance(error, HandoffBlocksError))
-        except asyncio.CancelledError:  # while it waited for its turn
-            pass
-        except Exception as error:
-            log.error("a send broke", transfer=request.record.transfer_id, error=repr(error))
-            ended = replace(ended, failed=f"{type(error).__name__}: {error}")
-        finally:
-            self.mailbox.post(ended)
-
-    async def _written(self, request: Request, worker: Worker, puller: Puller, pull: Pull, send: Send) -> WriteEnded:
-        done = WriteEnded(request.record.transfer_id, worker)
-        if pull.blocks.empty:
-            return done
-        if send.stop:
-            return replace(done, failed="stopped before it began")
-        assert request.blocks is not None
-        pairs = plan_blocks(self._geometry.groups, puller.geometry.groups, request.blocks, pull.blocks)
-        descriptors = request_descriptors(puller.route, pairs)
-        if not len(descriptors):
-            return done
-        send.waiting = True
-        async with puller.at_once, self._at_once:
-            send.waiting = False
-            for batch in batches(descriptors, self._limits.batch):
-                if send.stop:
-                    return replace(done, failed="stopped by the decode worker")
-                await self._transport.write(puller.memory, batch)
-        self.counts.sends += 1
-        self.counts.bytes += descriptors.total_bytes
-        return done
+            send.stop()
 
     def _write_ended(self, ended: WriteEnded) -> None:
         request = self._requests[ended.transfer_id]
@@ -486,6 +393,7 @@ class SenderActor(Actor):
         for request in self._requests.values():
             for worker in request.sends:
                 self._stop(request, worker)
+        tasks += self._tasks
         if tasks:
             await asyncio.gather(*tasks, return_exceptions=True)
         for puller in self._pullers.values():

@@ -29,7 +29,8 @@ from kvactors.disagg.messages import (
 )
 from kvactors.disagg.receiver import ReceiveCounts, ReceiverActor
 from kvactors.disagg.remotes import Prefill
-from kvactors.disagg.sender import SendCounts, SenderActor, SendLimits
+from kvactors.disagg.sender import SenderActor
+from kvactors.disagg.sends import SendCounts, SendLimits
 from kvactors.disagg.states import Worker
 from kvactors.disagg.transports import Transport
 from kvactors.disagg.websockets import LinkServer, connect
@@ -72,7 +73,7 @@ class HandoffConfig:
     dp_rank: int = 0
     abort_timeout_s: float = 480.0
     deadline_s: float = 480.0
-    sends: int = 8
+    sends: int = 32
 
 
 class HandoffWorker:
@@ -110,7 +111,6 @@ class HandoffWorker:
             abort_timeout_s=config.abort_timeout_s,
             orphan_s=config.abort_timeout_s,
             sends=config.sends,
-            sends_to_one=max(1, config.sends // 4),
         )
         self._sender = SenderActor(engine_id, self._process, geometry, transport, clock, self._freed, limits) if sends else None
         hello = Hello(engine_id=engine_id, process=self._process, memory=transport.memory, geometry=geometry)

@@ -29,7 +29,8 @@ from kvactors.disagg.memory_links import MemoryNetwork
 from kvactors.disagg.messages import Cancelled, GiveUp, Outcome, OutcomeKind, Prefilled, Receive, Requested, Source
 from kvactors.disagg.receiver import GRACE_S, ReceiverActor
 from kvactors.disagg.remotes import Prefill
-from kvactors.disagg.sender import SenderActor, SendLimits
+from kvactors.disagg.sender import SenderActor
+from kvactors.disagg.sends import SendLimits
 from kvactors.disagg.wire import Hello
 from kvactors.errors import PeerGoneError, TransferFailedError
 from kvactors.simulate.loop import VirtualLoop
