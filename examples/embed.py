@@ -59,6 +59,7 @@ def forward(engine: BlockingEngine, request: StepRequest, fill: bool) -> None:
 
 
 with BlockingEngine(layout, store, bases) as engine:
+    engine.keep_stories()  # for the last lines below
     save = {0: GroupBlocks([1, 2, 3, 4], save=[0, 1, 2, 3]), 1: GroupBlocks([5, 6], save=[0, 1])}
     forward(engine, StepRequest("first", hashes, save), fill=True)
     engine.release("first")

@@ -153,7 +153,7 @@ class Bench:
             step = self._engine.begin_step([request])
             for layer in range(self._layers):
                 if step.wait_layer(layer):
-                    raise StoreError(f"the engine could not load layer {layer}: {self._engine.story(name)[-3:]}")
+                    raise StoreError(f"the engine could not load layer {layer}: {step.failures}")
                 step.layer_ready(layer)
                 step.checkpoint(layer)
             step.end()
