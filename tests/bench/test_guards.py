@@ -6,6 +6,7 @@ makes the code under test slow, and must break it; otherwise the guard would gua
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvactors.bench import copy, groups, hooks, layered, memory, overlap, replay, state_rows, step
+from kvactors.bench.compute import DeviceCompute
 from kvactors.bench.figures import Figure
 from kvactors.core import story
 from kvactors.core.steps import Phase
@@ -51,7 +53,7 @@ def case(found: list[Figure], *words: str) -> Figure:
 def copy_holds() -> bool:
     """Target 1.0 of a one-thread copy; so few bytes hide the cost of a step less."""
     found = figures(copy, copy.Sizes(4, 32, (64,), (1,), 3, 1 << 30))
-    return all(case(found, call, "one-thread").ratio > 0.05 for call in ("put", "get"))
+    return all(case(found, call, "one-thread").ratio > 0.02 for call in ("put", "get"))
 
 
 def hooks_hold() -> bool:
@@ -65,13 +67,19 @@ def hooks_hold() -> bool:
 def step_holds() -> bool:
     """What 64 times the blocks cost must not be more than 64 times as much: 0.3 µs beside 60 µs is far less."""
     found = figures(step, step.Sizes(6, 0, (1,), (1, 64), (1,), 3))
-    return all(case(found, kind, "64 requests of 1 blocks").ratio < 30 for kind in step.KINDS)
+    return all(case(found, kind, "64 requests of 1 blocks").ratio < 16 for kind in step.KINDS)
 
 
 def overlap_holds() -> bool:
-    """Target 1.1; without any overlap a step would take twice as long as the longer of both."""
-    found = figures(overlap, overlap.Sizes(12, 8, 256, 2))
-    return all(case(found, kind, "device compute 1x").ratio < 1.6 for kind in overlap.KINDS)
+    """Target 1.1, which hides nine tenths of the shorter of compute and transfer; here a third of it will do."""
+    sizes, work = overlap.Sizes(12, 8, 256, 3), DeviceCompute()
+    for kind in overlap.KINDS:
+        with overlap.Bench(kind, sizes) as bench:
+            transfer, taken = overlap._taken(bench, work, sizes)
+        hidden = [(compute + transfer - both) / min(compute, transfer) for compute, both in taken.values()]
+        if statistics.median(hidden) < 1 / 3:
+            return False
+    return True
 
 
 def replay_holds() -> bool:
@@ -112,7 +120,7 @@ class Guard:
 
 def _slow_ranges(patch: pytest.MonkeyPatch) -> None:
     for name in ("put_ranges", "get_ranges"):
-        patch.setattr(MemoryStore, name, slow(0.02, getattr(MemoryStore, name)))
+        patch.setattr(MemoryStore, name, slow(0.06, getattr(MemoryStore, name)))
 
 
 def _slow_signal(patch: pytest.MonkeyPatch) -> None:
@@ -124,7 +132,7 @@ def _quadratic_opens(patch: pytest.MonkeyPatch) -> None:
         call = getattr(MemoryStore, name)
 
         def opening(self: MemoryStore, keys: Any, sizes: Any, call: Any = call) -> Any:
-            time.sleep(2e-5 * len(keys) ** 2)
+            time.sleep(6e-5 * len(keys) ** 2)
             return call(self, keys, sizes)
 
         patch.setattr(MemoryStore, name, opening)
