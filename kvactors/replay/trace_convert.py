@@ -6,15 +6,13 @@ import gzip
 import json
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
 from kvactors.replay.formats import TRACE_BLOCK_TOKENS, TraceRequest
 from kvactors.replay.formats.chains import part_id
 from kvactors.replay.trace import TraceReader
-
-TARGETS = ("mooncake",)
 
 _NOT_CARRIED = {
     "bailian": ("chat_id, parent_chat_id, type and turn: the format has no place for them",),
@@ -47,11 +45,12 @@ def convert(reader: TraceReader, out: str) -> Converted:
         OSError: the result cannot be written.
     """
     regular = not os.path.islink(out) and (not os.path.exists(out) or os.path.isfile(out))
-    written = f"{out}.part" if regular else out
+    written = f"{out}.{os.getpid()}.part" if regular else out
     requests = no_output = 0
+    raw = open(written, "xb" if regular else "wb")  # noqa: SIM115 (what was made is removed if it does not become whole)
     try:
         with ExitStack() as stack:
-            file: BinaryIO = stack.enter_context(open(written, "wb"))
+            file: BinaryIO = stack.enter_context(raw)
             if out.endswith(".gz"):
                 file = cast(BinaryIO, stack.enter_context(gzip.GzipFile("", "wb", fileobj=file, mtime=0)))
             for request in reader:
@@ -60,9 +59,11 @@ def convert(reader: TraceReader, out: str) -> Converted:
                 no_output += request.output_length == 0
         if regular:
             os.replace(written, out)
-    finally:
-        if regular and os.path.exists(written):
-            os.unlink(written)
+    except BaseException:
+        if regular:
+            with suppress(FileNotFoundError):
+                os.unlink(written)
+        raise
     return Converted(requests, reader.skipped, reader.format, reader.block_tokens, tuple(_lost(reader, no_output)))
 
 

@@ -167,7 +167,8 @@ def test_rows_are_written_while_they_are_read(tmp_path: Path) -> None:
         def __iter__(self) -> Any:
             self.sizes = []
             for request in super().__iter__():
-                self.sizes.append((tmp_path / "o.jsonl.part").stat().st_size)
+                (part,) = tmp_path.glob("o.jsonl.*.part")
+                self.sizes.append(part.stat().st_size)
                 yield request
 
     source = write_jsonl(tmp_path / "in", [{"time": i, "tokens": [i] * 600} for i in range(700)])
