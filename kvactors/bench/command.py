@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,7 +70,7 @@ def bench(
     spans = None if timeline is None else SpanLog()
     settings = Settings(quick=quick, pinned=pinned, trace=trace, observer=spans)
     machine = facts(pinned=pinned, quick=quick)
-    err = plain_console(stderr=True)
+    err = plain_console(stderr=True, soft_wrap=True)
     if machine["traced"]:
         err.print("a debugger or a coverage tool traces this process: the figures are those of the traced program")
     if len(names) == 1 and not as_json and not check and names[0] in _TABLES:
@@ -106,7 +108,8 @@ def _measure(names: Sequence[str], settings: Settings, err: Console) -> _Found:
     notes: list[str] = []
     for name in names:
         try:
-            answer = run(name, settings, partial(_say, err, name))
+            with contextlib.redirect_stdout(sys.stderr):  # vLLM logs to standard output, which is the answer's alone
+                answer = run(name, settings, partial(_say, err, name))
         except Skipped as reason:
             found.skipped[name] = str(reason)
             err.print(f"{name}: skipped: {reason}")

@@ -67,7 +67,9 @@ def measure(sizes: Sizes, say: Callable[[str], object]) -> Answer:
     """
     say(f"{sizes.requests} requests")
     words = [sys.executable, "-m", __name__, str(sizes.requests)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=_PROCESS_S, check=False)
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=_PROCESS_S, check=False, env=environment)
     if done.returncode:
         raise StoreError(f"bench memory: its process ended with {done.returncode}: {done.stderr.strip()[-500:]}")
     return answer(sizes.requests, [Sample(**sample) for sample in json.loads(done.stdout)])
