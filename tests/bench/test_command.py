@@ -125,6 +125,17 @@ def test_without_names_all_run_in_order(monkeypatch: pytest.MonkeyPatch) -> None
     assert tuple(ran) == NAMES
 
 
+def test_what_a_benchmark_prints_does_not_get_into_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stand_in(*_: object) -> Answer:
+        print("a library says hello")
+        return Answer([figure(True)])
+
+    monkeypatch.setattr("kvactors.bench.command.run", stand_in)
+    result = run("copy", "--json")
+    assert len(json.loads(result.stdout)["rows"]) == 1
+    assert "a library says hello" in result.stderr
+
+
 USAGE = [
     (("nothing",), "Invalid value for"),
     (("staging", "copy"), "staging is a measurement of its own"),
