@@ -110,8 +110,10 @@ class LiveView:
             "/stories": self._stories,
             "/story": self._story,
         }
+        self._book: StoryBook | None = None
         self._server = Server(address, routes)
-        self._book = None if engine is None else engine.keep_stories()  # last: not without a server
+        if engine is not None:
+            self._book = engine.keep_stories()  # last: not without a server
 
     def close(self) -> None:
         """Ends the endpoint. Idempotent; the engine goes on, and keeps its stories."""
