@@ -162,6 +162,8 @@ class Server:
                 reply = await self._reply(await self._read(client))
             except Refused as refused:
                 reply = refused.reply
+            except OSError:  # the client went away
+                return
             except Exception as problem:
                 log.warning("the live view could not answer", error=repr(problem), exc_info=True)
                 reply = error(500, "the engine could not be looked at; its log says why")

@@ -92,6 +92,20 @@ async def test_a_request_without_an_end_is_refused(tmp_path: Path, monkeypatch: 
             writer.close()
 
 
+async def test_a_client_that_goes_away_is_no_trouble(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with Rig(full_layout()) as rig:
+        with viewed(rig.engine, tmp_path) as view:
+            for request in (b"", b"GET /snap", b"GET /snapshot HTTP/1.0\r\n\r\n"):
+                for _ in range(5):
+                    client = socket.socket(socket.AF_UNIX)
+                    client.connect(view.address.path)
+                    client.sendall(request)
+                    client.close()
+            await until(lambda: not view._server._clients)
+            assert (await get(view.address.path, "/snapshot")).status == 200
+    assert not [r for r in caplog.records if r.name == "kvactors.live"]
+
+
 async def test_a_client_that_takes_nothing_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "WRITE_S", 0.05)
     async with Rig(full_layout()) as rig:
