@@ -37,11 +37,16 @@ class Limits:
 
 
 class InstanceError(Exception):
-    """An instance did not answer as it should; says how. `refused`: it answered that it cannot, and may be well otherwise."""
+    """An instance did not answer as it should; says how. `status`: of its answer, 0 without one."""
 
-    def __init__(self, problem: str, *, refused: bool = False) -> None:
+    def __init__(self, problem: str, *, status: int = 0) -> None:
         super().__init__(problem)
-        self.refused = refused
+        self.status = status
+
+    @property
+    def refused(self) -> bool:
+        """It is up, and answered that it cannot do this: 502 and above are said by servers that are not up."""
+        return 0 < self.status <= 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +162,7 @@ class Prefill(Instance):
         except (aiohttp.ClientError, TimeoutError) as error:
             raise InstanceError(_said(error)) from error
         if response.status != 200:
-            raise InstanceError(f"{response.status} {said[:300]}", refused=response.status < 500)
+            raise InstanceError(f"{response.status} {said[:300]}", status=response.status)
 
 
 class Decode(Instance):
@@ -170,7 +175,7 @@ class Decode(Instance):
             source: where the prompt's blocks are; None = D computes them itself.
 
         Raises:
-            InstanceError: it gives none. `refused`: the hand-off may be the reason.
+            InstanceError: it gives none. Where it refused, the hand-off may be the reason.
         """
         body = dict(call.body)
         if source is not None:
@@ -189,7 +194,7 @@ class Decode(Instance):
         except (aiohttp.ClientError, TimeoutError) as error:
             raise InstanceError(_said(error)) from error
         if response.status >= 500 or (streams and first.startswith(b'data: {"error"')):
-            raise InstanceError(f"{response.status} {first[:300].decode(errors='replace')}", refused=True)
+            raise InstanceError(f"{response.status} {first[:300].decode(errors='replace')}", status=max(response.status, 500))
         return Answer(self, response, first)
 
 

@@ -158,7 +158,7 @@ class Proxy:
         try:
             await source.prefill.compute(call, source.headers)
         except InstanceError as error:
-            if not error.refused:
+            if not 400 <= error.status < 500:  # else it is the request that is wrong, and D says so
                 self._failed(source.prefill, "prefill_failed", error)
             self._plain(call, f"prefill at {source.prefill.url}: {error}")
             return False
@@ -193,7 +193,8 @@ class Proxy:
 
     def _failed(self, instance: Instance, count: str, error: InstanceError) -> None:
         self.counts[count] += 1
-        instance.failed()
+        if not error.refused:
+            instance.failed()
         log.warning("%s failed: %s", instance.url, error)
 
 

@@ -182,7 +182,7 @@ async def test_one_prompt_is_handed_over_however_it_is_written(start: Start, pro
 
 
 @pytest.mark.parametrize("concurrent", [False, True])
-@pytest.mark.parametrize(("p", "failed"), [("down", 1), (500, 1), ("hang", 1), (400, 0)])
+@pytest.mark.parametrize(("p", "failed"), [("down", 1), (503, 1), (500, 1), ("hang", 1), (400, 0)])
 async def test_p_fails_and_d_computes(start: Start, p: int | str, failed: int, concurrent: bool) -> None:
     """In concurrent mode D, which waits for P, is asked anew."""
     site = await start(prefill=(p,), decode=("wait",), concurrent=concurrent, prefill_s=0.05)
@@ -191,12 +191,12 @@ async def test_p_fails_and_d_computes(start: Start, p: int | str, failed: int, c
     assert site.proxy.counts["prefill_failed"] == failed
     assert site.proxy.counts["plain"] == 1
     asked = len(site.prefills[0].asked)
-    await site.post()  # one that failed is left alone for a while
-    assert len(site.prefills[0].asked) - asked == (0 if failed else 1)
+    await site.post()  # one that is not up is left alone for a while
+    assert len(site.prefills[0].asked) - asked == (1 if p in (400, 500) else 0)
 
 
 async def test_p_is_tried_again_after_its_rest(start: Start) -> None:
-    site = await start(prefill=(500, 200), rest_s=0.0)
+    site = await start(prefill=(503, 200), rest_s=0.0)
     for _ in range(4):
         await site.post()
     assert [len(p.asked) for p in site.prefills] == [2, 2]
@@ -234,7 +234,7 @@ async def test_a_restarted_p_has_another_engine(start: Start) -> None:
     await site.post()
     bootstrap.engines = {0: "second"}
     await site.post()
-    p.answers = 500
+    p.answers = 503
     await site.post()
     p.answers = 200
     await site.post()
@@ -257,7 +257,7 @@ async def test_an_old_engine_id_is_not_believed(start: Start) -> None:
 
 
 @pytest.mark.parametrize("concurrent", [False, True])
-@pytest.mark.parametrize(("d", "handed_over"), [("down", True), ("hang", True), (500, False), (503, False)])
+@pytest.mark.parametrize(("d", "handed_over"), [("down", True), ("hang", True), (503, True), (500, False)])
 async def test_d_fails_and_another_answers(start: Start, d: int | str, handed_over: bool, concurrent: bool) -> None:
     """What D refused may have failed for the hand-off, so the next one computes it."""
     site = await start(decode=(d, 200), concurrent=concurrent, silence_s=0.05)
@@ -265,7 +265,8 @@ async def test_d_fails_and_another_answers(start: Start, d: int | str, handed_ov
     assert ("kv_transfer_params" in site.decodes[1].asked[0]) is handed_over
     assert site.proxy.counts["decode_failed"] == 1
     for _ in range(2):
-        assert await site.post() == (200, {"from": "D1"})  # one that failed comes last for a while
+        assert await site.post() == (200, {"from": "D1"})
+    assert len(site.decodes[0].asked) == {"down": 0, 500: 2}.get(d, 1)  # one that is not up comes last for a while
 
 
 async def test_a_stream_that_begins_with_an_error_goes_to_another(start: Start) -> None:
@@ -276,7 +277,7 @@ async def test_a_stream_that_begins_with_an_error_goes_to_another(start: Start) 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_no_d_answers(start: Start, stream: bool) -> None:
-    site = await start(decode=("down", 500))
+    site = await start(decode=("down", 503))
     status, said = await site.post(BODY | {"stream": stream})
     assert status == 502
     assert said["error"]["message"].startswith("no decode instance answers: ")
@@ -297,7 +298,7 @@ async def test_p_is_not_asked_while_no_d_may_be_up(start: Start) -> None:
 
 
 async def test_p_is_asked_again_when_d_is_back(start: Start) -> None:
-    site = await start(decode=(500,))
+    site = await start(decode=(503,))
     await site.post()
     site.decodes[0].answers = 200
     assert [(await site.post())[0] for _ in range(2)] == [200] * 2
