@@ -97,7 +97,7 @@ class Server:
     def __init__(self, address: Address, routes: Mapping[str, Route]) -> None:
         self._listener = Listener(address)
         self._routes = routes
-        self._loop = asyncio.new_event_loop()
+        self._loop = asyncio.SelectorEventLoop()  # whatever policy the process has
         self._main: asyncio.Task[None] | None = None
         self._clients: set[asyncio.Task[None]] = set()
         self._closed = False

@@ -14,8 +14,10 @@ import pytest
 
 from kvactors.errors import ConfigError
 from kvactors.live import Address, LiveView, server
+from kvactors.live.address import MOST_PATH_BYTES
 from kvactors.live.client import get as client_get
 from kvactors.live.client import read_snapshot
+from kvactors.live.listener import Listener
 from tests.engine.rig import Rig, full_layout, hashes
 from tests.live.asking import get, parsed, send, viewed
 
@@ -173,6 +175,44 @@ async def test_a_stale_socket_is_replaced_and_a_used_one_is_not(tmp_path: Path) 
         with pytest.raises(ConfigError, match="No such file"):
             LiveView(rig.engine, Address.of(str(tmp_path / "no" / "live.sock")))
     assert path.read_text() == "mine"
+
+
+def test_of_several_that_start_at_the_same_time_one_wins(tmp_path: Path) -> None:
+    path = tmp_path / "live.sock"
+    for _ in range(5):
+        stale = socket.socket(socket.AF_UNIX)
+        stale.bind(str(path))
+        stale.close()
+        won: list[Listener] = []
+        lost: list[ConfigError] = []
+        ready = threading.Barrier(6)
+
+        def start(won: list[Listener] = won, lost: list[ConfigError] = lost, ready: threading.Barrier = ready) -> None:
+            ready.wait(10)
+            try:
+                won.append(Listener(Address.of(str(path))))
+            except ConfigError as error:
+                lost.append(error)
+
+        threads = [threading.Thread(target=start) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert (len(won), len(lost)) == (1, 5)
+        assert inside(tmp_path) == ["live.sock"]
+        won[0].close()
+        assert inside(tmp_path) == []
+
+
+def test_the_longest_name_that_a_socket_may_have(tmp_path: Path) -> None:
+    folder = tmp_path
+    while len(str(folder)) < MOST_PATH_BYTES - 30:
+        folder = folder / "deep"
+        folder.mkdir()
+    path = folder / ("y" * (MOST_PATH_BYTES - len(str(folder)) - 1))
+    with LiveView(None, Address.of(str(path)), name="far") as view:
+        assert read_snapshot(view.address).name == "far"
 
 
 async def test_a_socket_that_took_the_views_place_stays(tmp_path: Path) -> None:
