@@ -21,7 +21,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' ' }}{% 
 
 
 def words() -> list[str]:
-    """One for each id of the vocabulary: "bada", "bade" and so on, behind the special ones."""
+    """One for each id of the vocabulary: "baba", "babe" and so on, behind the special ones."""
     syllables = ["".join(pair) for pair in itertools.product("bdfgklmnprstvz", "aeiou")]
     made_up = ("".join(pair) for pair in itertools.product(syllables, syllables))
     return [*SPECIAL, *ROLES, *itertools.islice(made_up, tiny.BASE["vocab_size"] - len(SPECIAL) - len(ROLES))]
