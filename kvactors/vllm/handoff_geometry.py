@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from msgspec import structs
 from torch import Tensor
 
 from kvactors.core.layout import Group, GroupKind
@@ -33,12 +34,16 @@ def transfer_memory(config: Any, caches: Caches, facts: ModelFacts, stored: Work
     return worker_memory(config, caches, facts, group_ids=config.transfer_group_ids)
 
 
-def handoff_geometry(config: Any, caches: Caches, memory: WorkerMemory, tp_rank: int) -> WorkerGeometry:
+def handoff_geometry(
+    config: Any, caches: Caches, memory: WorkerMemory, tp_rank: int, kv_heads: int | None = None
+) -> WorkerGeometry:
     """The geometry of a worker.
 
     Args:
         config: vLLM's KVCacheConfig.
         memory: of `caches`, over `config.transfer_group_ids`.
+        kv_heads: those of every attention layer of the whole model (`heads.only_kv_heads`); None = layers may differ, and a
+            group of which that is in doubt is handed over between equal TP sizes only.
 
     Raises:
         LayoutError, TransferPlanError: the caches do not fit each other; names group or layer.
@@ -49,7 +54,7 @@ def handoff_geometry(config: Any, caches: Caches, memory: WorkerMemory, tp_rank:
     usual = Inside(_common((i.kernel_blocks for i in headed), 1), _common((i.heads_first for i in headed), False))
     # A stage without layers of a group says of it what holds for the others: stages are compared, and none of it is sent.
     inside = {g.id: known.get(g.id, Inside() if g.kind is GroupKind.STATE else usual) for g in groups}
-    return worker_geometry(
+    found = worker_geometry(
         memory.layout,
         tp_rank,
         int(config.num_blocks),
@@ -57,6 +62,11 @@ def handoff_geometry(config: Any, caches: Caches, memory: WorkerMemory, tp_rank:
         kernel_blocks={g.id: inside[g.id].kernel_blocks for g in groups if g.kind is not GroupKind.STATE},
         heads_first=[g.id for g in groups if g.kind in HEADED and inside[g.id].heads_first],
     )
+    if kv_heads is None:
+        return found
+    known_heads = [kv_heads if g.kv_heads is None and g.kind in HEADED else g.kv_heads for g in found.groups]
+    sure = [structs.replace(g, kv_heads=n) for g, n in zip(found.groups, known_heads, strict=True)]
+    return structs.replace(found, groups=tuple(sure))
 
 
 def _common(values: Iterable[V], otherwise: V) -> V:

@@ -9,6 +9,7 @@ from kvactors.errors import ConfigError, KVActorsError
 from kvactors.log import get_logger
 from kvactors.vllm.handoff_geometry import handoff_geometry, transfer_memory
 from kvactors.vllm.handoff_worker import HandoffSide
+from kvactors.vllm.heads import only_kv_heads
 from kvactors.vllm.layouts import Caches, ModelFacts, WorkerMemory
 from kvactors.vllm.settings import BOTH, CONSUMER, PRODUCER, ConnectorSettings, split_address
 
@@ -70,7 +71,8 @@ def _start(
 
     transfer = vllm_config.kv_transfer_config
     cpu = str(vllm_config.device_config.device_type) == "cpu"
-    geometry = handoff_geometry(config, caches, memory, facts.tp_rank)
+    heads = only_kv_heads(vllm_config.model_config.hf_text_config)
+    geometry = handoff_geometry(config, caches, memory, facts.tp_rank, heads)
     protocol = settings.mooncake_protocol or ("tcp" if cpu else "rdma")
     transport = MooncakeTransport(settings.handoff_host, protocol, settings.device_name)
     try:

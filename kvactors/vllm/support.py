@@ -25,8 +25,8 @@ NO_PREFIXES: Mapping[str, str] = {
     "CPU_MLA": "vLLM's reference MLA for CPUs does not read what is cached of a prompt, so a loaded prefix would be ignored; "
     "it takes a CPU with AMX (AMX_MLA)",
 }
-"""Attention backends that cannot go on from a part of a prompt, and why. They can decode, so a hand-off alone is served: prefill
-computes a prompt in one piece, and decode needs one token of it."""
+"""Attention backends that cannot go on from a part of a prompt, and why. They can decode, so a hand-off alone is served:
+prefill computes a prompt in one piece, and decode needs one token of it."""
 
 REFUSED_SPECS: Mapping[str, str] = {
     "CrossAttentionSpec": "cross attention (its cache belongs to an encoder's input, which no token hash names)",

@@ -28,8 +28,8 @@ class HandoffTricks:
 
     def where(self) -> list[str]:
         """The instance's id and the address of its bootstrap server, for `kv_transfer_params`."""
-        worker = self._handoff()
-        return [worker._engine_id, worker.bootstrap]
+        transfer = self.llm.llm_engine.vllm_config.kv_transfer_config
+        return [transfer.engine_id, f"http://127.0.0.1:{transfer.kv_connector_extra_config['bootstrap_port']}"]
 
     def watch_blocks(self) -> None:
         """From now on the bytes of every block are noted, at prefill when it is held, at decode when it has arrived."""
