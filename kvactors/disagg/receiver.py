@@ -157,6 +157,8 @@ class ReceiverActor(Actor):
         source = receive.source
         handoff = Handoff(receive.request_id, source, receive.blocks)
         if source.transfer_id in self._used:
+            if handoff.empty:
+                return  # whoever pulled it sees to it that prefill frees its blocks
             self._end(
                 handoff, OutcomeKind.FAILED, f"transfer {source.transfer_id} was pulled before; each request needs its own"
             )
