@@ -35,6 +35,9 @@ class Link(Protocol):
         ...
 
 
+ROOM = 16
+"""Messages of one link that may wait in an actor's mailbox. What else is said waits in the link: no peer fills a mailbox."""
+
 Connect = Callable[[str], Awaitable[Link]]
 """Opens a link to a worker's address.
 

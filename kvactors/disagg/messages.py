@@ -23,6 +23,7 @@ goes to the engine; the blocks stay fenced until each of them has said Stopped, 
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -134,11 +135,12 @@ class LinkUp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Heard:
-    """A peer said something."""
+    """A peer said something. `room`: to be released when it is handled; a link has only so many messages in a mailbox."""
 
     peer: Any
     link: Link
     message: Message
+    room: asyncio.Semaphore | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,6 +198,7 @@ class Grace:
     worker: Worker
     dead: bool
     left: int
+    slice_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,3 +206,10 @@ class Reconnect:
     """Time to try a peer again."""
 
     peer: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reached:
+    """Everything that came before it has been handled when it is."""
+
+    event: asyncio.Event

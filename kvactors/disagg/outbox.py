@@ -6,7 +6,10 @@ import asyncio
 
 from kvactors.disagg.links import Link
 from kvactors.disagg.wire import Message
-from kvactors.errors import DisaggError
+from kvactors.errors import DisaggError, WireError
+from kvactors.log import get_logger
+
+log = get_logger("kvactors.disagg.outbox", burst=10)
 
 LIMIT = 8192
 """Messages that may wait for one peer. One that reads nothing that long loses its link, and with it what it asked for."""
@@ -31,10 +34,21 @@ class Outbox:
         """Ends the link, and what still waits."""
         self._task.cancel()
 
+    async def flush(self, seconds: float) -> None:
+        """Waits until all that was queued is on its way, at most so long."""
+        done = asyncio.ensure_future(self._queue.join())
+        await asyncio.wait({done, self._task}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        done.cancel()
+
     async def _run(self) -> None:
         try:
             while True:
-                await self.link.send(await self._queue.get())
+                message = await self._queue.get()
+                try:
+                    await self.link.send(message)
+                except WireError as error:  # nobody else's fault: the others' link goes on
+                    log.error("a message cannot be sent", peer=self.link.peer, reason=str(error))
+                self._queue.task_done()
         except DisaggError:
             pass
         finally:

@@ -35,7 +35,7 @@ from kvactors.disagg.messages import (
 from kvactors.disagg.receiving import ReceiveAction, ReceiveInstruction, Receiving
 from kvactors.disagg.remotes import Instance, Prefill, Query, Remote, greet, locate
 from kvactors.disagg.states import PEER_MAY_WRITE, RECEIVE_TERMINAL, PeerState, ReceiveState, Worker
-from kvactors.disagg.wire import Abort, Failed, Hello, Message, Problem, Pull, Refused, Sent, Stopped
+from kvactors.disagg.wire import Abort, Failed, Hello, Message, Problem, Pull, Refused, Sent, Stopped, is_name
 from kvactors.errors import PeerMismatchError
 from kvactors.log import get_logger
 
@@ -45,7 +45,14 @@ GRACE_S = 1.0
 """How long bytes may land after their sender has stopped or died: they wait in this machine's socket buffers; the transport's
 threads put them where they belong as soon as they run (measured: below 0.1 s)."""
 
+MOST_GRACE_S = 120.0
+"""After an outage, TCP sends again what it has after a pause of up to this time. So the grace is as long as the peer was not
+heard, and the request was under way, within these bounds."""
+
 GRACE_SLICES = 10
+
+STEADY_S = 5.0
+"""A link that lived so long was a good one: the next is tried at once."""
 
 RECONNECT_S = (0.1, 5.0)
 """The first pause before a peer is tried again, and the longest."""
@@ -85,6 +92,7 @@ class Handoff:
     record: Receiving | None = None
     remotes: dict[Worker, Remote] = field(default_factory=dict)
     pullers: dict[Worker, int] = field(default_factory=dict)
+    asked_at: dict[Worker, float] = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
     told: bool = False
 
@@ -132,6 +140,8 @@ class ReceiverActor(Actor):
     async def handle(self, message: Any) -> None:
         match message:
             case Heard(remote, link, said):
+                if message.room is not None:
+                    message.room.release()
                 if remote.link is link:
                     self._heard(remote, said)
             case Receive():
@@ -149,6 +159,7 @@ class ReceiverActor(Actor):
             case Grace():
                 self._grace(message)
             case Reconnect(remote):
+                remote.retrying = False
                 self._open(remote)
 
     # -- from the engine -----------------------------------------------------------------------------------------------
@@ -156,6 +167,10 @@ class ReceiverActor(Actor):
     def _receive(self, receive: Receive) -> None:
         source = receive.source
         handoff = Handoff(receive.request_id, source, receive.blocks)
+        if not is_name(source.transfer_id):
+            if not handoff.empty:
+                self._end(handoff, OutcomeKind.FAILED, "its transfer id is no text of 1 to 512 characters")
+            return
         if source.transfer_id in self._used:
             if handoff.empty:
                 return  # whoever pulled it sees to it that prefill frees its blocks
@@ -164,8 +179,10 @@ class ReceiverActor(Actor):
             )
             return
         self._used[source.transfer_id] = None
-        if len(self._used) > REMEMBERED:
-            self._used.popitem(last=False)
+        if len(self._used) > REMEMBERED + len(self._handoffs):
+            oldest, _ = self._used.popitem(last=False)
+            if oldest in self._handoffs:
+                self._used[oldest] = None
         self._handoffs[source.transfer_id] = self._by_request[handoff.request_id] = handoff
         handoff.timer = self.later(self._deadline_s, TimeUp(handoff))
         instance = self._instance(source)
@@ -230,7 +247,7 @@ class ReceiverActor(Actor):
                 self._do(handoff, handoff.record.dead(worker, remote.refused))
             elif remote.link is not None:
                 self._ask(handoff, worker)
-            else:
+            elif not remote.retrying:
                 self._open(remote)
 
     def _remote(self, instance: Instance, worker: Worker, address: str) -> Remote:
@@ -249,7 +266,7 @@ class ReceiverActor(Actor):
 
     def _link_up(self, remote: Remote, up: LinkUp) -> None:
         assert up.welcome is not None
-        remote.opened(up.link)
+        remote.opened(up.link, self.clock.now())
         if remote.process not in ("", up.welcome.process):
             self._gone(remote, "its process was started again")
         remote.process = up.welcome.process
@@ -266,6 +283,8 @@ class ReceiverActor(Actor):
     def _link_down(self, remote: Remote, down: LinkDown) -> None:
         if down.link is not None and remote.link is not down.link:
             return
+        if down.link is not None and self.clock.now() - remote.opened_at > STEADY_S:
+            remote.pause_s = 0.0
         remote.closed()
         if down.refused:
             remote.refused, remote.refused_until = down.reason, self.clock.now() + REFUSED_S
@@ -284,7 +303,10 @@ class ReceiverActor(Actor):
         if down.gone:
             self._gone(remote, down.reason)
             self._instances.pop((remote.instance.bootstrap, remote.instance.engine_id), None)
-        elif remote.needed:
+            if self._remotes.get((remote.instance.engine_id, remote.worker)) is remote:
+                del self._remotes[remote.instance.engine_id, remote.worker]
+        elif remote.needed and not remote.retrying:
+            remote.retrying = True
             remote.pause_s = min(max(2 * remote.pause_s, RECONNECT_S[0]), RECONNECT_S[1])
             self.later(remote.pause_s, Reconnect(remote))
 
@@ -304,8 +326,10 @@ class ReceiverActor(Actor):
             log.error("a prefill worker has a problem", peer=remote.address, reason=message.reason)
             return
         if not isinstance(message, Sent | Failed | Refused | Stopped):
-            remote.closed()
+            if remote.outbox is not None:
+                remote.outbox.close()  # its end is told by whoever reads it, and fails what was asked over it
             return
+        remote.silent_s, remote.heard_at = self.clock.now() - remote.heard_at, self.clock.now()
         handoff = remote.handoffs.get(message.transfer_id)
         if handoff is None or handoff.record is None:
             return
@@ -327,13 +351,16 @@ class ReceiverActor(Actor):
         assert handoff.record is not None
         if handoff.record.empty:
             self._do(handoff, handoff.record.dead(worker, "gone"))
-        else:
-            self.later(GRACE_S / GRACE_SLICES, Grace(handoff, worker, dead, GRACE_SLICES - 1))
+            return
+        remote, now = handoff.remotes[worker], self.clock.now()
+        silent_s = max(remote.silent_s, now - remote.heard_at)
+        grace_s = min(max(GRACE_S, min(silent_s, now - handoff.asked_at.get(worker, now))), MOST_GRACE_S)
+        self.later(grace_s / GRACE_SLICES, Grace(handoff, worker, dead, GRACE_SLICES - 1, grace_s / GRACE_SLICES))
 
     def _grace(self, grace: Grace) -> None:
         handoff, worker = grace.of, grace.worker
         if grace.left:
-            self.later(GRACE_S / GRACE_SLICES, Grace(handoff, worker, grace.dead, grace.left - 1))
+            self.later(grace.slice_s, Grace(handoff, worker, grace.dead, grace.left - 1, grace.slice_s))
             return
         record = handoff.record
         self._do(handoff, record.dead(worker, "gone") if grace.dead else record.acknowledged(worker))
@@ -345,10 +372,13 @@ class ReceiverActor(Actor):
         assert record is not None
         if record.state in (ReceiveState.CONNECTING, ReceiveState.PULLING, ReceiveState.RELEASING):
             record.ask(worker)
+            handoff.asked_at[worker] = self.clock.now()
             handoff.remotes[worker].say(Pull(handoff.source.transfer_id, handoff.pullers[worker], handoff.blocks))
 
     def _say_abort(self, handoff: Handoff, worker: Worker) -> None:
         handoff.remotes[worker].say(Abort(handoff.source.transfer_id, handoff.pullers[worker]))
+        if not handoff.remotes[worker].retrying:
+            self._open(handoff.remotes[worker])
 
     def _fail(self, handoff: Handoff, reason: str) -> None:
         if handoff.record is not None:
@@ -397,7 +427,7 @@ class ReceiverActor(Actor):
             del self._by_request[handoff.request_id]
         if handoff.timer is not None:
             handoff.timer.cancel()
-        self.counts.released += handoff.empty
+        self.counts.released += handoff.empty and not handoff.told
         for remote in handoff.remotes.values():
             remote.handoffs.pop(transfer_id, None)
 
@@ -420,8 +450,9 @@ class ReceiverActor(Actor):
 
     async def collapse(self, reason: str) -> None:
         """After a crash: all that waits has failed, and its blocks may be written for ever; links end."""
-        for message in self.mailbox.take_all():
-            if isinstance(message, Receive) and not message.blocks.empty:
+        for message in [self.current, *self.mailbox.take_all()]:
+            known = isinstance(message, Receive) and message.source.transfer_id in self._handoffs
+            if isinstance(message, Receive) and not message.blocks.empty and not known:
                 self._tell(Outcome(message.request_id, OutcomeKind.FAILED, reason))
         for handoff in self._handoffs.values():
             if not handoff.told and not handoff.empty:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvactors.actors.mailbox import Mailbox
-from kvactors.disagg.links import Connect, Link
+from kvactors.disagg.links import ROOM, Connect, Link
 from kvactors.disagg.messages import Heard, LinkDown, LinkUp, Located
 from kvactors.disagg.outbox import Outbox
 from kvactors.disagg.states import Worker
@@ -63,7 +63,9 @@ class Remote:
         process: who answered there last; another one means that the earlier is gone.
         handoffs: requests that it has to do with, by transfer id.
         opening: a link is being opened.
+        retrying: a timer will try it again.
         pause_s: the last pause before it was tried again.
+        heard_at, silent_s: when it was heard last, and how long it had been silent then.
         refused: why it takes no links from this worker, until `refused_until`.
         unsaid: aborts to say when there is a link again.
     """
@@ -75,7 +77,11 @@ class Remote:
     outbox: Outbox | None = None
     handoffs: dict[str, Handoff] = field(default_factory=dict)
     opening: bool = False
+    retrying: bool = False
     pause_s: float = 0.0
+    opened_at: float = 0.0
+    heard_at: float = 0.0
+    silent_s: float = 0.0
     refused: str = ""
     refused_until: float = 0.0
     unsaid: dict[str, Abort] = field(default_factory=dict)
@@ -89,8 +95,10 @@ class Remote:
         """Whether somebody waits for a link."""
         return bool(self.handoffs or self.unsaid)
 
-    def opened(self, link: Link) -> None:
-        self.opening, self.outbox, self.pause_s, self.refused = False, Outbox(link), 0.0, ""
+    def opened(self, link: Link, now: float) -> None:
+        self.opening, self.outbox, self.refused = False, Outbox(link), ""
+        self.opened_at = self.heard_at = now
+        self.silent_s = 0.0
         unsaid, self.unsaid = self.unsaid, {}
         for abort in unsaid.values():
             self.say(abort)
@@ -148,9 +156,11 @@ async def greet(remote: Remote, hello: Hello, connect: Connect, mailbox: Mailbox
             down = LinkDown(remote, None, "another worker has its address now", gone=True)
         else:
             await mailbox.send(LinkUp(remote, link, answer))
-            up = True
+            up, room = True, asyncio.Semaphore(ROOM)
             while True:
-                await mailbox.send(Heard(remote, link, await link.receive()))
+                message = await link.receive()
+                await room.acquire()
+                await mailbox.send(Heard(remote, link, message, room))
     except PeerGoneError as error:
         down = LinkDown(remote, None, str(error), gone=True)
     except (DisaggError, TimeoutError) as error:

@@ -17,8 +17,8 @@ from kvactors.actors.actor import Actor
 from kvactors.core.clock import Clock
 from kvactors.disagg.blocks import RequestBlocks
 from kvactors.disagg.geometry import WorkerGeometry
-from kvactors.disagg.links import Link
-from kvactors.disagg.messages import Cancelled, Heard, LinkDown, LinkUp, Prefilled, Requested, TimeUp, WriteEnded
+from kvactors.disagg.links import ROOM, Link
+from kvactors.disagg.messages import Cancelled, Heard, LinkDown, LinkUp, Prefilled, Reached, Requested, TimeUp, WriteEnded
 from kvactors.disagg.outbox import Outbox
 from kvactors.disagg.routes import route
 from kvactors.disagg.sending import SendAction, Sending, SendInstruction
@@ -35,19 +35,36 @@ HELLO_S = 10.0
 """A peer that opens a link says who it is within this time."""
 
 REMEMBERED = 4096
-"""Requests that ended are known so long, in number, that late messages are answered; so are the routes to peers."""
+"""Requests that ended are known so long, in number, that late messages are answered."""
+
+KNOWN = 256
+"""Decode workers whose geometry is kept when their link has ended."""
 
 MAILBOX = 1 << 16
+
+FLUSH_S = 1.0
+"""How long the end of the actor waits for its last answers to be on their way."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """What a decode worker asked for. `blocks` goes when the request has ended; the hash stays, to know a twin by."""
+
+    puller: Puller
+    pullers: int
+    blocks: RequestBlocks | None
+    hash: int
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request, its blocks and those that pull it."""
+    """A request, its blocks and those that pull it. `orphan_of`: who spoke of it before it came."""
 
     record: Sending
     engine_id: str | None = None
     blocks: RequestBlocks | None = None
-    pulls: dict[Worker, tuple[Puller, Pull]] = field(default_factory=dict)
+    pulls: dict[Worker, Asked] = field(default_factory=dict)
+    orphan_of: Puller | None = None
     sends: dict[Worker, Send] = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
 
@@ -78,17 +95,17 @@ class SenderActor(Actor):
         self._requests: dict[str, Request] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._pullers: dict[tuple[str, Worker], Puller] = {}
-        self._last_memory: dict[tuple[str, Worker], str] = {}
         self._known: OrderedDict[str, Puller] = OrderedDict()
         """process of a decode worker -> what its geometry came to, so that a new link needs no new plan"""
         self._orphans = 0
         self._sends = Sends(geometry, transport, self._limits, self.counts, self.mailbox.post)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = self._crashed = False
 
     @property
     def under_way(self) -> int:
         """Requests whose blocks are held, or are to be."""
-        return sum(r.record.state not in SEND_TERMINAL for r in self._requests.values())
+        return len(self._requests) - len(self._ended)  # any thread asks this
 
     # -- links ---------------------------------------------------------------------------------------------------------
 
@@ -107,13 +124,14 @@ class SenderActor(Actor):
             log.error("a decode worker is refused", peer=link.peer, reason=str(error))
             return await link.close(str(error))
         await self.mailbox.send(LinkUp(puller, link))
-        reason = "the link ended"
+        reason, room = "the link ended", asyncio.Semaphore(ROOM)
         try:
             while True:
                 message = await link.receive()
                 if not isinstance(message, Pull | Abort):
                     return await link.close(f"a decode worker says Pull and Abort, not {type(message).__name__}")
-                await self.mailbox.send(Heard(puller, link, message))
+                await room.acquire()
+                await self.mailbox.send(Heard(puller, link, message, room))
         except DisaggError as error:
             reason = str(error)
         finally:
@@ -143,13 +161,15 @@ class SenderActor(Actor):
             asyncio.Semaphore(self._limits.sends_to_one),
         )
         self._known[hello.process] = puller
-        if len(self._known) > REMEMBERED:
+        if len(self._known) > KNOWN:
             self._known.popitem(last=False)
         return puller
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
     async def handle(self, message: Any) -> None:
+        if isinstance(message, Heard) and message.room is not None:
+            message.room.release()
         match message:
             case Heard(puller, link, Pull() as pull) if self._current(puller, link):
                 self._pull(puller, pull)
@@ -170,6 +190,8 @@ class SenderActor(Actor):
                 self._link_down(puller, link, message.reason)
             case TimeUp(of):
                 self._time_up(of)
+            case Reached(event):
+                event.set()
 
     # -- from the engine -----------------------------------------------------------------------------------------------
 
@@ -182,8 +204,7 @@ class SenderActor(Actor):
         elif request.record.state is not SendState.AWAITED:
             log.error("a transfer id is used twice; its first request goes on alone", transfer=transfer_id)
             return
-        else:
-            self._orphans -= 1
+        self._no_orphan(request)
         self._stop_timer(request)
         self._do(request, request.record.request())
 
@@ -194,6 +215,10 @@ class SenderActor(Actor):
             request = self._requests[transfer_id]
         if request.record.state is not SendState.PREFILLING:
             log.error("a request that is held was computed again; it is ignored", transfer=transfer_id)
+            return
+        if self._closing:
+            self._do(request, request.record.cancel("this prefill worker stops"))
+            self._freed(transfer_id)
             return
         request.blocks = blocks
         request.timer = self.later(self._limits.abort_timeout_s, TimeUp(request))
@@ -218,12 +243,6 @@ class SenderActor(Actor):
         earlier = self._pullers.get(key)
         if earlier is not None and earlier.outbox is not None:
             self._link_down(earlier, earlier.outbox.link, "the worker opened another link")
-        if (last := self._last_memory.get(key)) not in (None, puller.memory):  # it was started again
-            assert last is not None
-            task = asyncio.ensure_future(self._transport.forget(last))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        self._last_memory[key] = puller.memory
         puller.outbox = Outbox(link)
         self._pullers[key] = puller
 
@@ -236,45 +255,59 @@ class SenderActor(Actor):
         puller.outbox = None
         if self._pullers.get((puller.engine_id, puller.worker)) is puller:
             del self._pullers[puller.engine_id, puller.worker]
+        task = asyncio.ensure_future(self._transport.forget(puller.memory))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         for request in list(self._requests.values()):
             asked = request.pulls.get(puller.worker)
-            if asked is None or asked[0] is not puller:
+            if asked is None or asked.puller is not puller:
                 continue
             if request.record.pulls.get(puller.worker) not in PULL_TERMINAL:
                 log.warning("a pull is given up with its link", transfer=request.record.transfer_id, reason=reason)
                 self._stop(request, puller.worker)
-                self._do(request, request.record.abort(puller.worker, asked[1].pullers))
+                self._do(request, request.record.abort(puller.worker, asked.pullers))
 
     def _pull(self, puller: Puller, pull: Pull) -> None:
-        request = self._requests.get(pull.transfer_id) or self._orphan(pull.transfer_id)
+        if self._closing:
+            self._say(puller, Refused(pull.transfer_id, "this prefill worker stops"))
+            return
+        request = self._requests.get(pull.transfer_id) or self._orphan(pull.transfer_id, puller)
         if request is None:
             self._say(puller, Refused(pull.transfer_id, "too many requests are awaited that prefill does not know"))
         elif (problem := self._stranger(request, puller, pull)) is not None:
             self._say(puller, Refused(pull.transfer_id, problem))
         else:
             request.engine_id = puller.engine_id
-            request.pulls[puller.worker] = (puller, pull)
+            request.pulls.setdefault(puller.worker, Asked(puller, pull.pullers, pull.blocks, hash(pull.blocks)))
             self._do(request, request.record.pull(puller.worker, pull.pullers))
 
     def _abort(self, puller: Puller, abort: Abort) -> None:
-        request = self._requests.get(abort.transfer_id) or self._orphan(abort.transfer_id)
+        request = self._requests.get(abort.transfer_id) or self._orphan(abort.transfer_id, puller)
         if request is None or self._stranger(request, puller) is not None:
             self._say(puller, Stopped(abort.transfer_id))
             return
         request.engine_id = puller.engine_id
-        pull = Pull(abort.transfer_id, abort.pullers, RequestBlocks(0))
-        request.pulls[puller.worker] = (puller, request.pulls.get(puller.worker, (puller, pull))[1])
+        asked = request.pulls.setdefault(puller.worker, Asked(puller, abort.pullers, None, 0))
+        asked.puller = puller  # the answer goes over the link that asks
         self._stop(request, puller.worker)
         self._do(request, request.record.abort(puller.worker, abort.pullers))
 
-    def _orphan(self, transfer_id: str) -> Request | None:
+    def _orphan(self, transfer_id: str, puller: Puller) -> Request | None:
         """Decode came first, or the request does not exist; it is waited for, for a while."""
-        if self._orphans >= self._limits.orphans:
+        if self._orphans >= self._limits.orphans or puller.orphans >= self._limits.orphans_of_one:
             return None
         self._orphans += 1
+        puller.orphans += 1
         request = self._new(transfer_id)
+        request.orphan_of = puller
         request.timer = self.later(self._limits.orphan_s, TimeUp(request))
         return request
+
+    def _no_orphan(self, request: Request) -> None:
+        if request.orphan_of is not None:
+            request.orphan_of.orphans -= 1
+            request.orphan_of = None
+            self._orphans -= 1
 
     @staticmethod
     def _stranger(request: Request, puller: Puller, pull: Pull | None = None) -> str | None:
@@ -282,7 +315,7 @@ class SenderActor(Actor):
         if request.engine_id not in (None, puller.engine_id):
             return f"instance {request.engine_id} pulls it already"
         before = request.pulls.get(puller.worker)
-        if pull is not None and before is not None and before[1].blocks != pull.blocks:
+        if pull is not None and before is not None and (before.puller is not puller or before.hash != hash(pull.blocks)):
             return "another request pulled it already; each needs a transfer id of its own"
         return None
 
@@ -292,11 +325,16 @@ class SenderActor(Actor):
         record = request.record
         if record.state in SEND_TERMINAL:
             return
-        if not record.may_expire:  # never under a send, nor while it is computed
+        if record.state is SendState.PREFILLING:
+            return  # it is that of the time when it was awaited
+        if not record.may_expire:  # never under a send; those that wait for their turn are none
+            for send in list(request.sends.values()):
+                if send.waiting:
+                    send.stop()
             request.timer = self.later(min(self._limits.abort_timeout_s, 1.0), TimeUp(request))
             return
         orphan = record.state is SendState.AWAITED
-        self._orphans -= orphan
+        self._no_orphan(request)
         self.counts.expired += 1
         waited = self._limits.orphan_s if orphan else self._limits.abort_timeout_s
         what = "nobody sent it to this prefill instance" if orphan else "not all decode workers came for it"
@@ -305,6 +343,7 @@ class SenderActor(Actor):
 
     def _new(self, transfer_id: str) -> Request:
         request = self._requests[transfer_id] = Request(Sending(transfer_id))
+        self._ended.pop(transfer_id, None)
         return request
 
     @staticmethod
@@ -334,14 +373,14 @@ class SenderActor(Actor):
         """It ended: its record answers late messages for a while, the rest goes."""
         self._stop_timer(request)
         request.blocks = None
+        for asked in request.pulls.values():
+            asked.blocks = None
         if self._requests.get(request.record.transfer_id) is not request:
             return
         self._ended[request.record.transfer_id] = None
-        self._ended.move_to_end(request.record.transfer_id)
         if len(self._ended) > REMEMBERED:
             oldest, _ = self._ended.popitem(last=False)
-            if self._requests[oldest].record.state in SEND_TERMINAL:
-                del self._requests[oldest]
+            del self._requests[oldest]
 
     def _answer(self, request: Request, worker: Worker, message: Message) -> None:
         if isinstance(message, Refused):
@@ -352,7 +391,7 @@ class SenderActor(Actor):
             log.warning("a send failed", transfer=message.transfer_id, reason=message.reason)
         asked = request.pulls.get(worker)
         if asked is not None:
-            self._say(asked[0], message)
+            self._say(asked.puller, message)
 
     @staticmethod
     def _say(puller: Puller, message: Message) -> None:
@@ -362,10 +401,11 @@ class SenderActor(Actor):
     # -- sends ---------------------------------------------------------------------------------------------------------
 
     def _start(self, request: Request, worker: Worker) -> None:
-        puller, pull = request.pulls[worker]
+        asked = request.pulls[worker]
         assert request.blocks is not None
+        assert asked.blocks is not None
         self.mailbox.reserve()
-        request.sends[worker] = self._sends.start(request.record.transfer_id, puller, request.blocks, pull.blocks)
+        request.sends[worker] = self._sends.start(request.record.transfer_id, asked.puller, request.blocks, asked.blocks)
 
     @staticmethod
     def _stop(request: Request, worker: Worker) -> None:
@@ -387,24 +427,32 @@ class SenderActor(Actor):
     # -- the end of the actor ------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Nothing is being sent any more when this returns; what is held goes with the process."""
+        """Nothing is being sent when this returns, nothing will be, and who pulled knows; the rest goes with the process."""
+        self._closing = True
         self.stop_timers()
-        tasks = [s.task for r in self._requests.values() for s in r.sends.values() if s.task is not None]
-        for request in self._requests.values():
-            for worker in request.sends:
-                self._stop(request, worker)
-        tasks += self._tasks
-        if tasks:
-            await asyncio.gather(*tasks, return_exceptions=True)
-        for puller in self._pullers.values():
-            if puller.outbox is not None:
-                puller.outbox.close()
+        while sends := [s for r in self._requests.values() for s in r.sends.values()]:
+            for send in sends:
+                send.stop()
+            await asyncio.gather(*(s.task for s in sends if s.task is not None), return_exceptions=True)
+            if self._crashed:
+                break
+            reached = asyncio.Event()
+            self.mailbox.post(Reached(reached))
+            await reached.wait()  # the actor goes on, and says what became of the sends
+        if self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        outboxes = [p.outbox for p in self._pullers.values() if p.outbox is not None]
+        if outboxes:
+            await asyncio.gather(*(outbox.flush(FLUSH_S) for outbox in outboxes))
+        for outbox in outboxes:
+            outbox.close()
 
     async def collapse(self, reason: str) -> None:
         """After a crash: what is held is freed, once nothing of it is being sent; links end."""
         log.error("held blocks are given back", reason=reason)
         states = (SendState.HELD, SendState.SENDING)
         held = {r.record.transfer_id for r in self._requests.values() if r.record.state in states}
+        self._crashed = True
         unread = [self.current, *self.mailbox.take_all()]
         held |= {message.transfer_id for message in unread if isinstance(message, Prefilled)}
         await self.close()

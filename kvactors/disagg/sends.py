@@ -25,7 +25,7 @@ class SendLimits:
     Attributes:
         abort_timeout_s: blocks that nobody asked for, or that were not settled, are freed after this time; never under a send.
         orphan_s: how long a request is known that decode spoke of and that never came.
-        orphans: how many of those at a time.
+        orphans, orphans_of_one: how many of those at a time, in all and of one peer.
         sends, sends_to_one: requests that are written at a time, in all and to one peer, so that frozen ones hold up nobody.
         batch: descriptors between two looks at whether the peer still wants them.
     """
@@ -33,6 +33,7 @@ class SendLimits:
     abort_timeout_s: float = 480.0
     orphan_s: float = 480.0
     orphans: int = 4096
+    orphans_of_one: int = 1024
     sends: int = 32
     sends_to_one: int = 2
     batch: int = 2000
@@ -58,6 +59,7 @@ class Puller:
         route: what of each block goes to it.
         at_once: the sends to it at a time.
         outbox: its link; None when that has ended.
+        orphans: requests that it spoke of first, and that have not come.
     """
 
     engine_id: str
@@ -67,6 +69,7 @@ class Puller:
     route: tuple[RegionCopy, ...]
     at_once: asyncio.Semaphore
     outbox: Outbox | None = None
+    orphans: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -137,6 +140,9 @@ class Sends:
             return None
         if send.stopped():
             return "stopped before it began"
+        for i, (group, of) in enumerate(zip(puller.geometry.groups, wanted.groups, strict=False)):
+            if len(of.ids) > group.blocks:  # said before any work is done for it
+                raise HandoffBlocksError(f"group {i}: decode names {len(of.ids)} blocks and has {group.blocks}")
         pairs = plan_blocks(self._geometry.groups, puller.geometry.groups, held, wanted)
         descriptors = request_descriptors(puller.route, pairs)
         if not len(descriptors):

@@ -99,6 +99,17 @@ class Problem(msgspec.Struct, frozen=True, tag="problem"):
     reason: Text
 
 
+def is_name(value: object) -> bool:
+    """Whether a transfer id, or an engine id, can be said on a link: 1 to 512 characters that UTF-8 has."""
+    if not isinstance(value, str) or not 0 < len(value) <= 512:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 Message = Union[Hello, Welcome, Pull, Abort, Sent, Failed, Refused, Stopped, Problem]  # noqa: UP007 - msgspec reads it
 
 

@@ -36,7 +36,7 @@ from kvactors.disagg.transports import Transport
 from kvactors.disagg.websockets import LinkServer, connect
 from kvactors.disagg.wire import Hello
 from kvactors.engine.blocking import START_S, new_loop
-from kvactors.errors import ConfigError, DisaggError
+from kvactors.errors import ConfigError, DisaggError, MailboxOverflowError
 from kvactors.log import get_logger
 
 log = get_logger("kvactors.disagg")
@@ -45,8 +45,8 @@ CONNECT_S = 5.0
 
 REGISTER_PAUSE_S = 2.0
 
-CLOSE_S = 60.0
-"""A send under way is not broken off: it may take a frozen peer's 30 s."""
+CLOSE_S = 75.0
+"""A send under way is not broken off: with a frozen peer it may take 60 s."""
 
 __all__ = ["HandoffConfig", "HandoffWorker", "Outcome", "OutcomeKind", "Source"]
 
@@ -118,7 +118,9 @@ class HandoffWorker:
         self.bootstrap = ""
         """address of the bootstrap server, for those that tell decode where prefill is"""
         self._links: LinkServer | None = None
-        self._dead = ""
+        self._dead: dict[str, str] = {}
+        """why an actor, by its name, takes nothing any more"""
+        self._lock = threading.Lock()
         self._started = threading.Event()
         self._failed: BaseException | None = None
         self._closing: asyncio.Event | None = None
@@ -153,7 +155,7 @@ class HandoffWorker:
     def receive(self, request_id: str, source: Source, blocks: RequestBlocks) -> None:
         """Get a request's blocks from its prefill. Without ids nothing comes, and nothing is told: prefill frees its own."""
         if not self._post(self._receiver, Receive(request_id, source, blocks)) and not blocks.empty:
-            self._outcome(Outcome(request_id, OutcomeKind.FAILED, self._dead or "this worker does not receive"))
+            self._outcome(Outcome(request_id, OutcomeKind.FAILED, self._dead.get("receiver", "it does not receive")))
 
     def give_up(self, request_id: str, reason: str) -> None:
         """The engine aborts a request that is under way; it is told ABORTED, or what came first."""
@@ -194,9 +196,16 @@ class HandoffWorker:
     # -- the loop's thread ---------------------------------------------------------------------------------------------
 
     def _post(self, actor: Actor | None, message: Any) -> bool:
-        if actor is None or self._dead:
+        if actor is None:
             return False
-        actor.mailbox.post(message)
+        with self._lock:  # so that a crash answers all that was posted before it, and nothing is posted after
+            if actor.name in self._dead:
+                return False
+            try:
+                actor.mailbox.post(message)
+            except MailboxOverflowError as error:
+                log.error("the hand-off does not keep up", reason=str(error))
+                return False
         return True
 
     def _freed(self, transfer_id: str) -> None:
@@ -214,10 +223,15 @@ class HandoffWorker:
             self._failed = error
             log.error("the hand-off ended", error=repr(error))
         finally:
-            self._dead = self._dead or "the hand-off has ended"
+            self._end("the hand-off has ended")
             self._started.set()
             self._end_tasks()
             self._loop.close()
+
+    def _end(self, reason: str) -> None:
+        with self._lock:
+            for name in ("sender", "receiver"):
+                self._dead.setdefault(name, reason)
 
     def _end_tasks(self) -> None:
         """What a failed start left behind."""
@@ -238,7 +252,7 @@ class HandoffWorker:
                 tasks.append(asyncio.ensure_future(await self._listen(self._sender, ends)))
             self._started.set()
             await self._closing.wait()
-            self._dead = "the hand-off was closed"
+            self._end("the hand-off was closed")
             for actor in actors:  # sends end before the links do: a closed link says that nothing follows
                 await actor.close()
             for task in tasks:
@@ -249,11 +263,12 @@ class HandoffWorker:
         try:
             await actor.run()
         except Exception as error:
-            self._dead = f"the {actor.name} crashed: {error!r}"
+            with self._lock:
+                self._dead[actor.name] = f"the {actor.name} crashed: {error!r}"
             log.error(
                 "an actor of the hand-off crashed", actor=actor.name, error=repr(error), message=type(actor.current).__name__
             )
-            await actor.collapse(self._dead)
+            await actor.collapse(self._dead[actor.name])
             if isinstance(actor, SenderActor) and self._links is not None:
                 await self._links.stop()  # decode finds nobody here, and knows that nothing follows
 

@@ -15,6 +15,7 @@ from kvactors.core.layout import GroupKind
 from kvactors.disagg.blocks import RequestBlocks
 from kvactors.disagg.boundary import Boundary, boundary
 from kvactors.disagg.messages import Source
+from kvactors.disagg.wire import is_name
 from kvactors.log import get_logger
 from kvactors.vllm.handoff_blocks import HandoffGroup, decode_blocks, loses_a_block, prefill_blocks
 from kvactors.vllm.messages import HandoffPlan, HeldPrefill, Pull
@@ -73,6 +74,8 @@ class HandoffScheduler:
         """prefill: request id -> transfer id, until it ends"""
         self._transfers: dict[str, str] = {}
         """prefill: transfer id -> request id, until its blocks are vLLM's again"""
+        self._leaving: list[str] = []
+        """prefill: cancelled; their ids may be used again in a later step, as a plan has no order"""
 
     # -- a request comes in --------------------------------------------------------------------------------------------
 
@@ -81,7 +84,7 @@ class HandoffScheduler:
         params = _params(request)
         if params.get("do_remote_prefill"):
             problem = "" if self._receives else "this instance's kv_role takes no hand-offs"
-            if not problem and (missing := [key for key in SOURCE_KEYS if not _is_name(params.get(key))]):
+            if not problem and (missing := [key for key in SOURCE_KEYS if not is_name(params.get(key))]):
                 problem = f"kv_transfer_params lack {', '.join(missing)}"
             if problem:
                 _refuse(request, "do_remote_prefill", problem)
@@ -89,7 +92,7 @@ class HandoffScheduler:
         elif params.get("do_remote_decode"):
             transfer: Any = params.get("transfer_id")
             problem = "" if self._sends else "this instance's kv_role hands nothing over"
-            if not problem and not _is_name(transfer):
+            if not problem and not is_name(transfer):
                 problem = "kv_transfer_params lack transfer_id"
             if not problem and transfer in self._transfers:
                 problem = f"transfer_id {transfer!r} is in use by request {self._transfers[transfer]!r}"
@@ -189,7 +192,7 @@ class HandoffScheduler:
             return False
         problem = self._unfit(request)
         if problem:
-            self._transfers.pop(transfer, None)
+            self._leaving.append(transfer)
             self._plan.cancelled.append((transfer, problem))
             return False
         held = prefill_blocks(self._groups, tables, int(request.num_prompt_tokens))
@@ -212,6 +215,9 @@ class HandoffScheduler:
     def plan(self) -> HandoffPlan:
         """What the workers are told with the next step."""
         plan, self._plan = self._plan, HandoffPlan()
+        for transfer in self._leaving:
+            self._transfers.pop(transfer, None)
+        self._leaving = []
         return plan
 
     def reported(self, received: Iterable[str], sent: Iterable[str]) -> None:
@@ -241,10 +247,6 @@ def refuse_all(request: Any) -> None:
 def _params(request: Any) -> dict[str, Any]:
     params = getattr(request, "kv_transfer_params", None)
     return params if isinstance(params, dict) else {}
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= 512
 
 
 def _status(request: Any) -> str:
