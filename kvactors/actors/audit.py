@@ -14,7 +14,7 @@ from typing import Any
 
 from kvactors.core.clock import Clock
 from kvactors.core.config import EngineConfig
-from kvactors.core.ranges import MAX_RANGES
+from kvactors.core.ranges import MAX_RANGES, most_keys
 from kvactors.core.store import Health, Outcome, RangeBatch, Store
 
 
@@ -103,8 +103,8 @@ class AuditedStore:
 
     def _check_limits(self, batch: RangeBatch) -> None:
         config, n = self._config, len(batch.keys)
-        if config.max_transfer_blocks:
-            self._check("I7", n <= config.max_transfer_blocks, f"{n} keys in one call")
+        if keys := most_keys(batch.nbytes_per_key, config, self.good_range_bytes):
+            self._check("I7", n <= keys, f"{n} keys in one call")
         self._check("I7", n * len(batch.sizes) <= MAX_RANGES, f"{n * len(batch.sizes)} ranges in one call")
         if config.max_transfer_bytes:
             nbytes = n * batch.nbytes_per_key

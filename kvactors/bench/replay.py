@@ -38,8 +38,6 @@ from kvactors.replay.trace import TRACE_BLOCK_TOKENS, TraceReader, TraceRequest
 
 NAME = "replay"
 CHUNK_TOKENS = 8192
-CALL_KEYS = 64
-"""As `EngineConfig.max_transfer_blocks`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,10 +291,11 @@ def _batches(ranges: GroupRanges, layer: int, move: Move) -> Iterator[RangeBatch
     of_layer = ranges.layers.get(layer)
     if of_layer is None:
         return
-    for lo in range(0, len(move.keys), CALL_KEYS):
-        ids = np.array(move.ids[lo : lo + CALL_KEYS], np.int64)
-        addresses = of_layer.bases + ids[:, None] * of_layer.strides
-        yield RangeBatch(move.keys[lo : lo + CALL_KEYS], addresses, of_layer.sizes, of_layer.offsets)
+    for cut in of_layer.cuts(len(move.keys)):
+        keys = slice(cut.row_lo, cut.row_hi)
+        pieces = slice(cut.col_lo, cut.col_hi)
+        addresses = of_layer.addresses(np.array(move.ids[keys], np.int64), cut.col_lo, cut.col_hi)
+        yield RangeBatch(move.keys[keys], addresses, of_layer.sizes[pieces], of_layer.offsets[pieces])
 
 
 def _all_ok(outcomes: Iterable[Outcome]) -> None:

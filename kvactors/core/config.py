@@ -23,7 +23,8 @@ class EngineConfig:
         prefetch_layers: how many layers with loads may be read ahead of the compute; 0 = only on demand. With a store for which
             short ranges are dear, layers are read a little further ahead, in runs.
         max_pending_saves: save tasks (all saves of one layer) that may be unfinished when `checkpoint` returns.
-        max_transfer_blocks: most keys in one store call; 0 = as many as the most ranges in a call allow.
+        max_transfer_blocks: most keys in one store call; 0 = as many as the most ranges in a call allow; None = 64, or as many
+            as make 1 MiB if that is more (see `most_keys`).
         max_transfer_bytes: most bytes in one store call; a bigger range is split; 0 = no limit.
         workers: general transfer workers; one more takes loads only.
         call_deadline_s: a store call that takes longer marks its worker lost.
@@ -37,7 +38,7 @@ class EngineConfig:
 
     prefetch_layers: int = 2
     max_pending_saves: int = 8
-    max_transfer_blocks: int = 64
+    max_transfer_blocks: int | None = None
     max_transfer_bytes: int = 16 << 20
     workers: int = 2
     call_deadline_s: float = 30.0
@@ -58,5 +59,7 @@ class EngineConfig:
             elif f.name in ("strict", "audit"):
                 if not isinstance(value, bool):
                     raise ConfigError(f"EngineConfig.{f.name} = {value!r}: must be True or False")
+            elif value is None and f.name == "max_transfer_blocks":
+                continue
             elif not isinstance(value, int) or isinstance(value, bool) or value < least.get(f.name, 0):
                 raise ConfigError(f"EngineConfig.{f.name} = {value!r}: must be a whole number >= {least.get(f.name, 0)}")

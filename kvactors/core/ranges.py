@@ -21,6 +21,12 @@ from kvactors.errors import LayoutError
 MAX_RANGES = 2000
 """Most ranges in one store call; more fragments than this fail on a TCP transport (measured)."""
 
+SAFE_KEYS = 64
+"""Keys in one store call where no number is given: what is in a call is lost together, and is moved by one worker."""
+
+SMALL_CALL_BYTES = 1 << 20
+"""Up to so many bytes a call may have more than `SAFE_KEYS` keys: moving them takes about as long as the fixed cost of a call."""
+
 Bases = Mapping[tuple[int, int, str], int]
 """(group id, physical layer, entry name) -> local address of block 0."""
 
@@ -103,18 +109,29 @@ def read_runs(ranges: GroupRanges, good_range_bytes: int) -> dict[int, int]:
     return runs
 
 
+def most_keys(nbytes_per_key: int, config: EngineConfig, good_range_bytes: int = 0) -> int:
+    """How many keys one store call may have by `max_transfer_blocks`, if each has so many bytes in it; 0 = any number.
+
+    Where no number is given, small calls have more keys than big ones, up to 1 MiB. Not where the store says that short ranges are
+    dear (`good_range_bytes`): layers are joined there, and the most ranges of a call are better spent on layers.
+    """
+    if config.max_transfer_blocks is not None:
+        return config.max_transfer_blocks
+    return SAFE_KEYS if good_range_bytes else max(SAFE_KEYS, SMALL_CALL_BYTES // max(1, nbytes_per_key))
+
+
 def whole_rows(ranges: GroupRanges, config: EngineConfig) -> int:
-    """How many whole objects of a group fit into one store call; 0: not one does."""
+    """How many whole objects of a group fit into one store call; 0: not one does. For stores with dear short ranges."""
     limits = [MAX_RANGES // max(1, ranges.pieces)]
-    if config.max_transfer_blocks:
-        limits.append(config.max_transfer_blocks)
+    if keys := most_keys(ranges.object_bytes, config, good_range_bytes=1):
+        limits.append(keys)
     if config.max_transfer_bytes:
         limits.append(config.max_transfer_bytes // max(1, ranges.object_bytes))
     return min(limits)
 
 
-def group_ranges(layout: KVLayout, group_id: int, bases: Bases, config: EngineConfig) -> GroupRanges:
-    """Lays the group's entries over local memory.
+def group_ranges(layout: KVLayout, group_id: int, bases: Bases, config: EngineConfig, good_range_bytes: int = 0) -> GroupRanges:
+    """Lays the group's entries over local memory, for a store with these `good_range_bytes`.
 
     Raises:
         LayoutError: an entry of the group has no base address.
@@ -136,12 +153,13 @@ def group_ranges(layout: KVLayout, group_id: int, bases: Bases, config: EngineCo
     for layer, rows in by_layer.items():
         table = np.array(rows, dtype=np.int64)
         bases_of, strides, sizes, offsets = (np.ascontiguousarray(table[:, i]) for i in range(4))
-        layers[layer] = LayerRanges(StageLayer(layer), first, bases_of, strides, sizes, offsets, _columns(sizes, config))
+        columns = _columns(sizes, config, good_range_bytes)
+        layers[layer] = LayerRanges(StageLayer(layer), first, bases_of, strides, sizes, offsets, columns)
         first += len(rows)
     return GroupRanges(group_id, layout.object_bytes(group_id), first, layers, max(layers, default=-1))
 
 
-def _columns(sizes: Addresses, config: EngineConfig) -> tuple[tuple[int, int, int], ...]:
+def _columns(sizes: Addresses, config: EngineConfig, good_range_bytes: int) -> tuple[tuple[int, int, int], ...]:
     """Cuts a layer's pieces into runs that one key may send in one call, with the most keys such a call may hold."""
     limit = config.max_transfer_bytes
     out: list[tuple[int, int, int]] = []
@@ -154,8 +172,8 @@ def _columns(sizes: Addresses, config: EngineConfig) -> tuple[tuple[int, int, in
         most = MAX_RANGES // (hi - lo)
         if limit:
             most = min(most, max(1, limit // total))
-        if config.max_transfer_blocks:
-            most = min(most, config.max_transfer_blocks)
+        if keys := most_keys(total, config, good_range_bytes):
+            most = min(most, keys)
         out.append((lo, hi, max(1, most)))
         lo = hi
     return tuple(out)

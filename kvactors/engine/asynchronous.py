@@ -147,7 +147,9 @@ class Engine:
             audit=self._audit,
         )
         self._groups = {
-            g.id: self._group_actor(g.id, group_ranges(layout, g.id, bases, config), tp_rank, observer)
+            g.id: self._group_actor(
+                g.id, group_ranges(layout, g.id, bases, config, self._pool.good_range_bytes), tp_rank, observer
+            )
             for g in layout.groups
             if g.layers
         }

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvactors.core.config import EngineConfig
 from kvactors.core.coverage import Coverage
 from kvactors.core.layout import CacheEntry, Group, GroupKind, KVLayout
-from kvactors.core.ranges import MAX_RANGES, GroupRanges, group_ranges, read_runs
+from kvactors.core.ranges import MAX_RANGES, GroupRanges, group_ranges, most_keys, read_runs, whole_rows
 from kvactors.core.saves import range_calls
 from kvactors.errors import ConfigError, LayoutError
 
@@ -18,16 +18,16 @@ entries = st.lists(st.integers(1, 300), min_size=1, max_size=5)
 layouts = st.lists(entries, min_size=1, max_size=5)
 limits = st.builds(
     lambda blocks, nbytes: EngineConfig(max_transfer_blocks=blocks, max_transfer_bytes=nbytes),
-    st.integers(0, 7),
+    st.one_of(st.none(), st.integers(0, 7)),
     st.one_of(st.just(0), st.integers(1, 700)),
 )
 
 
-def ranges_of(sizes: list[list[int]], config: EngineConfig) -> tuple[KVLayout, GroupRanges]:
+def ranges_of(sizes: list[list[int]], config: EngineConfig, good: int = 0) -> tuple[KVLayout, GroupRanges]:
     layers = {3 * n: [CacheEntry(f"e{i}", size, size + i) for i, size in enumerate(layer)] for n, layer in enumerate(sizes)}
     layout = KVLayout("m", [Group(0, GroupKind.FULL, 16, layers)])
     bases = {(0, int(r.layer), r.entry.name): 1_000_000 * (n + 1) for n, r in enumerate(layout.ranges(0))}
-    return layout, group_ranges(layout, 0, bases, config)
+    return layout, group_ranges(layout, 0, bases, config, good)
 
 
 @given(layouts, limits)
@@ -67,7 +67,8 @@ def test_calls_cover_every_key_once_within_the_limits(sizes: list[list[int]], co
             ]
             assert call.batch.addresses.tolist() == wanted
             assert call.batch.addresses.shape == (n, width)
-            assert not config.max_transfer_blocks or n <= config.max_transfer_blocks
+            keys_limit = most_keys(call.batch.nbytes_per_key, config)
+            assert not keys_limit or n <= keys_limit
             assert n * width <= MAX_RANGES
             most = config.max_transfer_bytes
             assert not most or n * call.batch.nbytes_per_key <= most
@@ -107,6 +108,36 @@ def test_an_entry_larger_than_a_call_is_split() -> None:
     assert ranges.layers[0].addresses(np.array([1]), 0, 3).tolist() == [[1_000_025, 1_000_035, 1_000_045]]
 
 
+@pytest.mark.parametrize(
+    ("blocks", "sizes", "good", "most"),
+    [
+        (None, [16], 0, MAX_RANGES),
+        (None, [16, 16], 0, MAX_RANGES // 2),
+        (None, [4096, 4096], 0, 128),
+        (None, [8192, 8192], 0, 64),
+        (None, [8192, 8193], 0, 64),
+        (None, [1 << 20], 0, 16),
+        (None, [16, 16], 4096, 64),
+        (64, [16, 16], 0, 64),
+        (7, [16, 16], 0, 7),
+        (0, [16, 16], 0, MAX_RANGES // 2),
+        (0, [16, 16], 4096, MAX_RANGES // 2),
+    ],
+)
+def test_small_calls_have_more_keys_unless_their_number_is_given(
+    blocks: int | None, sizes: list[int], good: int, most: int
+) -> None:
+    _, ranges = ranges_of([sizes], EngineConfig(max_transfer_blocks=blocks), good)
+    cuts = ranges.layers[0].cuts(3 * most)
+    assert [cut.row_hi - cut.row_lo for cut in cuts] == [most] * 3
+
+
+@pytest.mark.parametrize(("blocks", "most"), [(None, 64), (0, 1000), (7, 7)])
+def test_whole_objects_in_a_call(blocks: int | None, most: int) -> None:
+    config = EngineConfig(max_transfer_blocks=blocks)
+    assert whole_rows(ranges_of([[16, 16]], config)[1], config) == most
+
+
 def test_a_missing_base_is_named() -> None:
     layout = KVLayout("m", [Group(0, GroupKind.FULL, 16, {4: [CacheEntry("k", 8)]})])
     with pytest.raises(LayoutError, match=r"layer 4, entry 'k'.*\(0, 4, 'k'\)"):
@@ -119,6 +150,7 @@ def test_a_missing_base_is_named() -> None:
         ({"workers": 0}, "workers"),
         ({"workers": True}, "workers"),
         ({"max_transfer_blocks": -1}, "max_transfer_blocks"),
+        ({"max_transfer_bytes": None}, "max_transfer_bytes"),
         ({"prefetch_layers": 1.5}, "prefetch_layers"),
         ({"call_deadline_s": 0}, "call_deadline_s"),
         ({"call_deadline_s": "soon"}, "call_deadline_s"),
