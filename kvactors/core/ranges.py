@@ -25,7 +25,7 @@ SAFE_KEYS = 64
 """Keys in one store call where no number is given: what is in a call is lost together, and is moved by one worker."""
 
 SMALL_CALL_BYTES = 1 << 20
-"""Up to so many bytes a call may have more than `SAFE_KEYS` keys: moving them takes about as long as the fixed cost of a call."""
+"""Up to so many bytes a call may have more than `SAFE_KEYS` keys: moving them takes about as long as a call's fixed cost."""
 
 Bases = Mapping[tuple[int, int, str], int]
 """(group id, physical layer, entry name) -> local address of block 0."""
@@ -112,8 +112,8 @@ def read_runs(ranges: GroupRanges, good_range_bytes: int) -> dict[int, int]:
 def most_keys(nbytes_per_key: int, config: EngineConfig, good_range_bytes: int = 0) -> int:
     """How many keys one store call may have by `max_transfer_blocks`, if each has so many bytes in it; 0 = any number.
 
-    Where no number is given, small calls have more keys than big ones, up to 1 MiB. Not where the store says that short ranges are
-    dear (`good_range_bytes`): layers are joined there, and the most ranges of a call are better spent on layers.
+    Where no number is given, small calls have more keys than big ones, up to 1 MiB. Not where the store says that short ranges
+    are dear (`good_range_bytes`): layers are joined there, and the most ranges of a call are better spent on layers.
     """
     if config.max_transfer_blocks is not None:
         return config.max_transfer_blocks
