@@ -109,11 +109,11 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
         gauges: Callable[[], Mapping[str, float]] | None = None,
     ) -> LiveView | None:
         """This side's live view, if one was asked for."""
-        if live_address() is None:
+        if live_address(self.settings.live) is None:
             return None
         config, parallel = self._vllm_config, self._vllm_config.parallel_config
         return view_of_rank(
-            "",
+            self.settings.live,
             engine,
             rank,
             ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from kvactors.core.config import EngineConfig, seconds
 from kvactors.core.layout import namespace_pattern
 from kvactors.errors import ConfigError
+from kvactors.live.address import Address
 from kvactors.stores.sizes import parse_size
 
 PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
@@ -58,6 +59,7 @@ class ConnectorSettings:
         bootstrap_port: of the registry in which decode finds prefill workers; None = VLLM_MOONCAKE_BOOTSTRAP_PORT, else 8998.
         bootstrap_server_address: "host:port" of a registry that is there already; then none is started.
         device_name: network device for RDMA; "" = Mooncake chooses.
+        live: where live views of the ranks and of the scheduler listen (docs/live.md); "" = as KVACTORS_LIVE says.
     """
 
     backend: Literal["mooncake", "memory", "none"] = "mooncake"
@@ -87,6 +89,7 @@ class ConnectorSettings:
     bootstrap_port: int | None = None
     bootstrap_server_address: str = ""
     device_name: str = ""
+    live: str = ""
 
     @classmethod
     def of(cls, extra: Mapping[str, Any] | None) -> ConnectorSettings:
@@ -251,6 +254,12 @@ def _address(value: Any) -> str:
     return text
 
 
+def _live(value: Any) -> str:
+    if text := _text(value):
+        Address.of(text)
+    return text
+
+
 def split_address(text: str) -> tuple[str, int]:
     """Host and port of "host:port"; an IPv6 host stands in brackets.
 
@@ -292,6 +301,7 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "bootstrap_port": _port,
     "bootstrap_server_address": _address,
     "device_name": _text,
+    "live": _live,
 }
 
 assert set(_CHECKS) == {f.name for f in fields(ConnectorSettings)}

@@ -47,6 +47,7 @@ def test_what_nobody_sets_has_the_documented_defaults() -> None:
         "bootstrap_port": None,
         "bootstrap_server_address": "",
         "device_name": "",
+        "live": "",
     }
 
 
@@ -71,6 +72,7 @@ GOOD: list[tuple[str, Any, Any]] = [
     *[("bootstrap_port", given, taken) for given, taken in ((None, None), (8998, 8998), ("65535", 65535))],
     *[("bootstrap_server_address", value, value) for value in ("", "10.0.0.1:8998", "[::1]:1")],
     ("device_name", "mlx5_0", "mlx5_0"),
+    *[("live", value, value) for value in ("", "/run/kvactors/live.sock", "127.0.0.1:9400")],
 ]
 
 
@@ -96,6 +98,7 @@ BAD: list[tuple[str, Any]] = [
     *[("bootstrap_port", value) for value in (0, -1, 65536, "http", True)],
     *[("bootstrap_server_address", value) for value in ("node", "node:", ":8998", "node:0", "node:65536", None)],
     *[("device_name", value) for value in (None, 5)],
+    *[("live", value) for value in (None, 5, " ", "0.0.0.0:9400", "127.0.0.1:http", "/" + "x" * 200)],
 ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -14,7 +13,6 @@ PROMPT = [3 + (7 * i) % 490 for i in range(400)]
 
 def main(model: str) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp())
-    os.environ["KVACTORS_LIVE"] = str(folder / "live.sock")
     from vllm import SamplingParams
     from vllm.config import KVTransferConfig
 
@@ -26,14 +24,14 @@ def main(model: str) -> dict[str, Any]:
         kv_connector="KVActorsConnector",
         kv_connector_module_path="kvactors.vllm",
         kv_role="kv_both",
-        kv_connector_extra_config={"backend": "memory"},
+        kv_connector_extra_config={"backend": "memory", "live": str(folder / "live.sock")},
     )
     llm = engine.start(model, Path(tempfile.mkdtemp()), kv_transfer_config=kv)
     sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=4)
     for _ in range(2):
         llm.generate([{"prompt_token_ids": PROMPT}], sampling, use_tqdm=False)
         llm.reset_prefix_cache()
-    worker, scheduler = found_addresses([])
+    worker, scheduler = found_addresses([str(folder / "live.sock")])
     names = read_names(worker)
     seen = {
         "sockets": sorted(p.name for p in folder.iterdir()),
