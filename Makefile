@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 
-.PHONY: setup test unit lint format test-state-index test-model-runner soak soak-mooncake nightly clean
+.PHONY: setup test unit lint format test-state-index test-model-runner soak soak-mooncake nightly docs clean
 
 # The operators' tests run in a process of their own, without our conftest; before all others, whose closing line is the last.
 # Without torch they are all skipped, which pytest calls 5.
@@ -53,5 +53,9 @@ nightly: setup
 	start=$$(( $$(date +%s) / 86400 * 20000 )); $(VENV)/bin/kvactors simulate --seeds $$start:$$((start + 20000)) --jobs 2
 	$(PYTEST) -m sim
 
+# The documentation as a site, in site/; a link or an anchor that leads nowhere is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
