@@ -255,6 +255,8 @@ class Loader:
         gs.reads -= 1
         loads.returned(call, done.outcomes)
         loads.opened_at[call.rows] = job.oldest_s
+        if done.outcomes.count(Outcome.OK) == len(done.outcomes):
+            return
         if Outcome.LOST in done.outcomes:
             self._lost[job] = gs
             c.fence(call, 1)
@@ -263,8 +265,6 @@ class Loader:
                 if session is not None:  # the call itself holds its sessions until it returns (I6)
                     session.refs += 1
                     session.lost_refs += 1
-        if done.outcomes.count(Outcome.OK) == len(done.outcomes):
-            return
         if c.table.record is not None:
             for row, outcome in zip(call.rows.tolist(), done.outcomes, strict=True):
                 if outcome is not Outcome.OK:

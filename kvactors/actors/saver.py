@@ -48,25 +48,23 @@ class Saver:
         if state.failed:
             saves.kill_where(state.failed, "a load of its request failed")
         calls = saves.signal(message.layer)
-        jobs: list[Transfer] = []
-        for call in calls:
-            sessions = [saves.sessions[row] for row in call.rows.tolist()]
-            jobs.append(
-                Transfer(
-                    reply=c.mailbox.post,
-                    priority=Priority.SAVE,
-                    group_id=c.group_id,
-                    step=state.id,
-                    layer=message.layer,
-                    event=message.event,
-                    settled=partial(_uncount, task),
-                    epoch=min(s.epoch for s in sessions),
-                    kind=Kind.PUT,
-                    call=call,
-                    object_bytes=c.ranges.object_bytes,
-                    oldest_s=min(s.opened_at for s in sessions),
-                )
+        jobs = [
+            Transfer(
+                reply=c.mailbox.post,
+                priority=Priority.SAVE,
+                group_id=c.group_id,
+                step=state.id,
+                layer=message.layer,
+                event=message.event,
+                settled=partial(_uncount, task),
+                epoch=saves.epoch(call.rows),
+                kind=Kind.PUT,
+                call=call,
+                object_bytes=c.ranges.object_bytes,
+                oldest_s=saves.oldest_s(call.rows),
             )
+            for call in calls
+        ]
         task.plan(c.group_id, len(jobs))
         gs.writes += len(jobs)
         if c.range_debug is not None:
@@ -86,6 +84,9 @@ class Saver:
             return
         gs.writes -= 1
         saves.returned(job.call, done.outcomes)
+        if done.outcomes.count(Outcome.OK) == len(done.outcomes):
+            self.settle(gs)
+            return
         if Outcome.LOST in done.outcomes:
             for row in job.call.rows.tolist():
                 session = saves.sessions[row]

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvactors.core.coverage import Coverage, Rows
 from kvactors.core.ranges import GroupRanges
@@ -34,7 +35,7 @@ class RangeCall:
 def range_calls(
     ranges: GroupRanges, layer: int, rows: Rows, keys: Sequence[str], block_ids: Addresses, most_rows: int = 0
 ) -> list[RangeCall]:
-    """The store calls that move one layer's pieces for `rows` (indices into `keys` and `block_ids`).
+    """The store calls that move one layer's pieces for `rows` (indices into `keys` and `block_ids`, ascending).
 
     Args:
         most_rows: keys in one call; 0 = as many as its limits allow.
@@ -46,9 +47,10 @@ def range_calls(
     calls: list[RangeCall] = []
     for cut in of_layer.cuts(len(rows)):
         part = rows[cut.row_lo : cut.row_hi]
+        first_row, end_row = int(part[0]), int(part[-1]) + 1
         local = block_ids[part]
         batch = RangeBatch(
-            [keys[i] for i in part.tolist()],
+            keys[first_row:end_row] if end_row - first_row == len(part) else [keys[i] for i in part.tolist()],
             of_layer.addresses(local, cut.col_lo, cut.col_hi),
             of_layer.sizes[cut.col_lo : cut.col_hi],
             of_layer.offsets[cut.col_lo : cut.col_hi],
@@ -72,6 +74,8 @@ class StepSaves:
         self._alive = np.empty(0, dtype=bool)
         self._open = np.empty(0, dtype=bool)
         self._inflight = np.empty(0, dtype=np.int32)
+        self._opened_at: npt.NDArray[np.float64] = np.empty(0)
+        self._epochs: Addresses = np.empty(0, dtype=np.int64)
         self._causes: dict[int, str] = {}
         self._adopted: list[PutSession] = []
         self._unwanted: set[str] = set()
@@ -89,6 +93,8 @@ class StepSaves:
         self._alive = np.concatenate([self._alive, np.ones(more, dtype=bool)])
         self._open = np.concatenate([self._open, np.ones(more, dtype=bool)])
         self._inflight = np.concatenate([self._inflight, np.zeros(more, dtype=np.int32)])
+        self._opened_at = np.concatenate([self._opened_at, [s.opened_at for s in sessions]])
+        self._epochs = np.concatenate([self._epochs, np.array([s.epoch for s in sessions], dtype=np.int64)])
 
     def adopt(self, sessions: Sequence[PutSession]) -> None:
         """Sessions that take no part any more, but whose end the step waits for."""
@@ -109,6 +115,14 @@ class StepSaves:
         calls = range_calls(self.ranges, layer, rows, self.keys, self.block_ids)
         self._inflight[rows] += sum(1 for c in calls if c.rows[0] == rows[0])
         return calls
+
+    def oldest_s(self, rows: Rows) -> float:
+        """When the first of these rows' sessions was opened."""
+        return float(self._opened_at[rows].min())
+
+    def epoch(self, rows: Rows) -> int:
+        """The earliest life of the store's master under which one of these rows' sessions was opened."""
+        return int(self._epochs[rows].min())
 
     def returned(self, call: RangeCall, outcomes: Sequence[Outcome]) -> None:
         """A call came back: covers the pieces that went well, kills the keys of those that did not."""
