@@ -148,14 +148,19 @@ def _last_real(ids: Addresses, scratch_slots: int) -> int | None:
 
 def _ids(side: str, index: int, group: GroupGeometry, blocks: GroupBlocks) -> Addresses:
     """The ids of a list that came from another process: one that is out of range would be a write to foreign memory."""
-    least, most = min(blocks.ids, default=0), max(blocks.ids, default=0)
+    try:
+        ids = np.fromiter(blocks.ids, np.int64, len(blocks.ids))
+        least, most = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+    except OverflowError:  # it is more than 64 bits long
+        ids = np.empty(0, dtype=np.int64)
+        least, most = min(blocks.ids), max(blocks.ids)
     if least < 0 or most >= group.blocks:
         raise HandoffBlocksError(
             f"group {index}: {side} names block {least if least < 0 else most} and has {group.blocks} blocks, from 0"
         )
     if not 0 <= blocks.first_index < 1 << 31:
         raise HandoffBlocksError(f"group {index}: {side} says that its list begins at block {blocks.first_index}")
-    return np.array(blocks.ids, dtype=np.int64)
+    return ids
 
 
 def _pairs(src: list[int], dst: list[int]) -> BlockPairs:
