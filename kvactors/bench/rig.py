@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvactors.actors import loops
 from kvactors.bench.machine import pin_threads
 from kvactors.core.layout import CacheEntry, Group, GroupKind, KVLayout
 from kvactors.core.steps import GroupBlocks, StepRequest
-from kvactors.engine import BlockingEngine, BlockingStep, EngineConfig, blocking
+from kvactors.engine import BlockingEngine, BlockingStep, EngineConfig
 from kvactors.errors import StoreError
 from kvactors.stores import MemoryStore
 from kvactors.stores.copying import address_of
@@ -147,10 +148,10 @@ def _of(blocks: Any, group_id: int) -> Sequence[int]:
 @contextlib.contextmanager
 def _loop(standard: bool) -> Iterator[None]:
     """Which loop an engine made meanwhile gets."""
-    before = blocking.new_loop
+    before = loops.new_loop
     if standard:
-        blocking.new_loop = asyncio.new_event_loop
+        loops.new_loop = asyncio.new_event_loop
     try:
         yield
     finally:
-        blocking.new_loop = before
+        loops.new_loop = before

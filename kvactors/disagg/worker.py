@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvactors.actors.actor import Actor
+from kvactors.actors.loops import START_S, new_loop
 from kvactors.devices import MonotonicClock
 from kvactors.disagg.blocks import RequestBlocks
 from kvactors.disagg.bootstrap import BootstrapServer, Registration, query, register
@@ -35,7 +36,6 @@ from kvactors.disagg.states import Worker
 from kvactors.disagg.transports import Transport
 from kvactors.disagg.websockets import LinkServer, connect
 from kvactors.disagg.wire import Hello
-from kvactors.engine.blocking import START_S, new_loop
 from kvactors.errors import ConfigError, DisaggError, MailboxOverflowError
 from kvactors.log import get_logger
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from kvactors.actors import loops
 from kvactors.actors.step_state import StepState
 from kvactors.core.config import EngineConfig
 from kvactors.core.events import DeviceEvent
@@ -24,19 +25,6 @@ from kvactors.engine.steps import StepView
 from kvactors.errors import DeadlineError, EngineClosedError, StepError
 from kvactors.messages import LoadDone
 
-START_S = 30.0
-"""How long the engine's thread may take to start."""
-
-
-def new_loop() -> asyncio.AbstractEventLoop:
-    """uvloop where it can be installed (a wake costs 1 µs rather than 24), else asyncio's own."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return loop
-
 
 class BlockingEngine:
     """Takes the same arguments as `Engine`; its methods block the calling thread, with deadlines, and never poll.
@@ -49,13 +37,13 @@ class BlockingEngine:
     ) -> None:
         self._ready = threading.Event()
         self._engine = Engine(layout, store, bases, config, **options)
-        self._loop = new_loop()
+        self._loop = loops.new_loop()
         self._step_thread = 0
         self._stopped: asyncio.Event | None = None
         self._failed: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="kvactors loop", daemon=True)
         self._thread.start()
-        if not self._ready.wait(START_S) or self._failed is not None:
+        if not self._ready.wait(loops.START_S) or self._failed is not None:
             raise DeadlineError(f"the engine's loop thread did not start: {self._failed!r}")
 
     def _main(self) -> None:
@@ -88,7 +76,7 @@ class BlockingEngine:
         """Stops the loop and its thread; what is under way is reported failed. Idempotent; does not close the store."""
         if self._thread.is_alive() and self._stopped is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stopped.set)
-        self._thread.join(START_S)
+        self._thread.join(loops.START_S)
 
     def __enter__(self) -> BlockingEngine:
         if not self._thread.is_alive():

@@ -28,7 +28,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "devices": frozenset({"core"}),
     "layouts": frozenset({"core", "textfiles"}),
     "actors": frozenset({"core", "messages"}),
-    "disagg": frozenset({"core", "memory", "messages", "actors", "devices"}),
+    "disagg": frozenset({"core", "memory", "messages", "actors", "devices", "stores"}),
     # The engine puts the pieces together; it names the CPU's clock and device events as its defaults.
     "engine": frozenset({"core", "messages", "actors", "devices"}),
     "live": frozenset({"core", "engine", "console", "__init__"}),
@@ -56,11 +56,11 @@ HOMES: dict[str, frozenset[str]] = {
     "torch_npu": frozenset({"memory", "devices", "vllm"}),
     "vllm": frozenset({"vllm"}),
     "vllm_ascend": frozenset({"vllm"}),
-    "mooncake": frozenset({"stores"}),
+    "mooncake": frozenset({"stores", "disagg"}),
 }
 """Optional packages, and the rooms below the command line that may import them."""
 
-LAZY = {"devices": frozenset({"torch", "torch_npu"}), "stores": frozenset({"mooncake"})}
+LAZY = {"devices": frozenset({"torch", "torch_npu"}), "stores": frozenset({"mooncake"}), "disagg": frozenset({"mooncake"})}
 """Imports that must stay inside functions, so that the room loads without the package."""
 
 

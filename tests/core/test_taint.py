@@ -7,9 +7,7 @@ import pytest
 from kvactors.core.layout import CacheEntry, Group, GroupKind
 from kvactors.core.reachability import Reachability
 from kvactors.core.steps import FailedLoad, GroupBlocks, StepRequest
-from kvactors.core.story import MOST_LINES, MOST_REQUESTS, StoryBook
 from kvactors.core.taint import Taints
-from kvactors.devices import ManualClock
 
 E = (CacheEntry("k", 8),)
 GROUPS = [
@@ -72,26 +70,3 @@ def test_others_and_the_forgotten_are_clean() -> None:
     assert not t.check(StepRequest("other", [], {}))
     t.forget("r")
     assert not t.check(request(None))
-
-
-def test_stories_are_bounded() -> None:
-    book = StoryBook(ManualClock())
-    for n in range(MOST_LINES + 5):
-        book.record("long", 0, n, "x")
-    assert len(book.tell("long")) == MOST_LINES
-    for n in range(MOST_REQUESTS):
-        book.record(f"r{n}", 0, 0, "x")
-    assert book.tell("long") == []
-    assert book.tell("r0") != []
-    assert book.tell(f"r{MOST_REQUESTS - 1}") == ["+0.000000s group 0 block 0: x"]
-
-
-def test_the_request_that_was_silent_longest_is_dropped_first() -> None:
-    book = StoryBook(ManualClock())
-    for n in range(MOST_REQUESTS):
-        book.record(f"r{n}", 0, 0, "x")
-    book.record("r0", 0, 0, "again")
-    book.record("new", 0, 0, "x")
-    assert len(book.tell("r0")) == 2
-    assert book.tell("r1") == []
-    assert book.tell("r2") != []
