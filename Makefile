@@ -39,6 +39,17 @@ test-state-index: setup
 test-model-runner: setup
 	$(PYTEST) $(wildcard tests/memory/test_model_runner*.py tests/memory/test_cache_views.py tests/vllm)
 
+# Our pages in a headless browser, the pictures of docs/report.md, and the timeline file.
+browser: setup
+	$(PYTEST) tests/browser
+
+pictures: setup
+	$(VENV)/bin/python -m tests.browser.looking docs/images
+
+# The unit tests on every Python that we support, with the newest and the lowest versions of what we need: see .ci/matrix.
+matrix:
+	.ci/matrix
+
 # The long runs: see docs/simulation.md.
 soak: setup
 	for start in 0 10000 20000 30000 40000 50000 60000 70000 80000 90000; do \

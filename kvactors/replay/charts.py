@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
 
-WIDTH, HEIGHT = 720, 260
-LEFT, RIGHT, TOP, BOTTOM = 84, 12, 12, 30
+WIDTH, HEIGHT = 560, 230
+"""Of a chart, in its own units: on a phone a unit is 0.6 px, and the text is still read."""
+
+LEFT, RIGHT, TOP, BOTTOM = 84, 12, 12, 34
 COLOURS = 6
 
 
@@ -41,6 +43,14 @@ def short(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.3g}{unit}"
     return f"{value:.3g}"
+
+
+def short_bytes(value: float) -> str:
+    """Bytes for an axis: 12 B, 3.4 KiB, 977 MiB."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if abs(value) >= 1000 * 1024 ** (power - 1):
+            return f"{value / 1024**power:.3g} {unit}"
+    return f"{value:.3g} B"
 
 
 def seconds(value: float) -> str:
@@ -85,16 +95,16 @@ def line_svg(
         out.append(
             f'<text class="axis" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(show(top * (4 - i) / 4))}</text>'
         )
-    for i in range(5):
-        x = LEFT + plot_w * i / 4
-        anchor = "end" if i == 4 else "middle"
-        out.append(
-            f'<text class="axis" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{escape(along(most_x * i / 4))}</text>'
-        )
+    out += _ticks(LEFT, plot_w, HEIGHT - 8, most_x, along)
     for i, line in enumerate(lines):
-        points = " ".join(place(x, y) for x, y in line.points)
+        points = [place(x, y) for x, y in line.points]
         title = f"<title>{escape(f'{line.name}: {show(line.points[-1][1])}')}</title>"
-        out.append(f'<polyline class="line" style="stroke:var(--c{i % COLOURS})" points="{points}">{title}</polyline>')
+        colour = f"var(--c{i % COLOURS})"
+        if len(set(points)) == 1:  # such a line has no length
+            cx, cy = points[0].split(",")
+            out.append(f'<circle r="4" style="fill:{colour}" cx="{cx}" cy="{cy}">{title}</circle>')
+        else:
+            out.append(f'<polyline class="line" style="stroke:{colour}" points="{" ".join(points)}">{title}</polyline>')
     return "".join(out) + "</svg>"
 
 
@@ -139,17 +149,20 @@ def row_chart(label: str, rows: Sequence[tuple[str, Sequence[Block]]], length_s:
                 f'<rect x="{x:.1f}" y="{y + 2}" width="{width:.1f}" height="{row - 6}" style="fill:var(--c{i % COLOURS})">'
                 f"<title>{title}</title></rect>"
             )
-    for i in range(5):
-        x = left + plot_w * i / 4
-        anchor = "end" if i == 4 else "middle"
-        out.append(
-            f'<text class="axis" x="{x:.1f}" y="{height - 8}" text-anchor="{anchor}">{escape(seconds(length_s * i / 4))}</text>'
-        )
+    out += _ticks(left, plot_w, height - 8, length_s, seconds)
     return "".join(out) + "</svg>"
 
 
 def _open(label: str, height: float) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">'
+
+
+def _ticks(left: float, width: float, y: float, most: float, show: Callable[[float], str]) -> list[str]:
+    """Labels below a chart at its start, middle and end; the outer ones stay inside, and three have room on a phone."""
+    return [
+        f'<text class="axis" x="{left + width * part:.1f}" y="{y}" text-anchor="{anchor}">{escape(show(most * part))}</text>'
+        for part, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end"))
+    ]
 
 
 def _legend(names: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from kvactors.core.observe import Span
-from kvactors.replay.charts import Bar, Block, Line, bar_chart, line_chart, row_chart
+from kvactors.replay.charts import Bar, Block, Line, bar_chart, line_chart, row_chart, short_bytes
 from kvactors.replay.report import Report
 from kvactors.replay.summary import si_bytes, why_no_hits
 from kvactors.replay.tally import Sample
@@ -15,7 +15,7 @@ from kvactors.replay.timeline import busiest_step, track_order
 
 STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--card:#f6f7f9;--ink:#1c2128;--faint:#68707c;--rule:#d9dde3;
---c0:#2f6fde;--c1:#d9622b;--c2:#2e9d6a;--c3:#9450c8;--c4:#b8901a;--c5:#cc3f6d;--bad:#c22f2f;--good:#23805a}
+--c0:#2f6fde;--c1:#d9622b;--c2:#2e9d6a;--c3:#9450c8;--c4:#97740c;--c5:#cc3f6d;--bad:#c22f2f;--good:#23805a}
 @media(prefers-color-scheme:dark){:root{--bg:#14171c;--card:#1d2229;--ink:#e4e8ee;--faint:#98a1ad;--rule:#343b45;
 --c0:#6ea3ff;--c1:#f0925f;--c2:#5cc898;--c3:#bf8cee;--c4:#dfbb55;--c5:#f0789f;--bad:#ff7b7b;--good:#65cfa0}}
 *{box-sizing:border-box}
@@ -25,17 +25,20 @@ h1{font-size:22px;margin:0 0 2px}h2{font-size:16px;margin:0 0 8px}
 .faint{color:var(--faint);margin:0 0 14px;overflow-wrap:anywhere}
 .verdict{font-weight:600}.bad{color:var(--bad)}.good{color:var(--good)}
 .grid2{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr));gap:16px}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:10px;margin:14px 0 18px}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(136px,1fr));gap:10px;margin:14px 0 18px}
 .card,section{background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:12px 14px;min-width:0}
-.card b{display:block;font-size:20px;font-variant-numeric:tabular-nums}.card span{color:var(--faint);font-size:13px}
+.card{padding:12px}.card b{display:block;font-size:18px;font-variant-numeric:tabular-nums}
+.card span{color:var(--faint);font-size:13px}
 svg{display:block;width:100%;height:auto}.grid{stroke:var(--rule);stroke-width:1}.axis{fill:var(--faint);font-size:14px}
 .line{fill:none;stroke-width:2.2;stroke-linejoin:round}
+.line:nth-of-type(3n+2){stroke-dasharray:9 4}.line:nth-of-type(3n){stroke-dasharray:3 4}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:4px 16px;margin:8px 0 0;padding:0;font-size:13px}
 .legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:6px}
-.scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
+.scroll{overflow:auto;max-height:340px}.scroll:focus-visible{outline:2px solid var(--c0);outline-offset:2px}
+.grid2+section{margin-top:16px}table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
 th,td{text-align:right;padding:4px 8px;border-bottom:1px solid var(--rule);white-space:nowrap}
 th:first-child,td:first-child,th:nth-child(2),td:nth-child(2){text-align:left}
-ol{margin:0;padding-left:22px;font-size:13px;overflow-wrap:anywhere}
+ol{margin:0;padding-left:30px;font-size:13px;overflow-wrap:anywhere}
 @media(max-width:520px){body{padding:14px 10px 32px}.card b{font-size:17px}.axis{font-size:17.5px}}
 """
 
@@ -52,7 +55,7 @@ def render_page(report: Report, samples: Sequence[Sample], spans: Sequence[Span]
         _cards(report),
         '<div class="grid2">',
         section("Hits by group over time (blocks)", line_chart("hits by group over time", _hit_lines(report, samples))),
-        section("Payload over time", line_chart("bytes saved and loaded over time", _byte_lines(samples), si_bytes)),
+        section("Payload over time", line_chart("bytes saved and loaded over time", _byte_lines(samples), short_bytes)),
         section("Layers of the busiest step", _layer_rows(spans)),
         section("Sessions", bar_chart("sessions by their end", _session_bars(report)) + _open_sessions(samples)),
         section("Failures", _failures(report, samples)),
@@ -171,7 +174,7 @@ def _failures(report: Report, samples: Sequence[Sample]) -> str:
     if f.load_failed:
         out += line_chart("failed loads over time", [Line("failed", [(s.at_s, float(s.load_failures)) for s in samples])])
     if report.events:
-        out += "<ol>" + "".join(f"<li>{escape(text)}</li>" for text in report.events[:40]) + "</ol>"
+        out += _scrolling("events", "<ol>" + "".join(f"<li>{escape(text)}</li>" for text in report.events[:40]) + "</ol>")
     return out
 
 
@@ -195,4 +198,9 @@ def _group_table(report: Report) -> str:
         rows.append((str(g.id), g.kind, *(f"{n:,}" for n in numbers)))
     body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows)
     header = "".join(f"<th>{escape(c)}</th>" for c in head)
-    return f'<div class="scroll"><table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table></div>'
+    return _scrolling("groups", f"<table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>")
+
+
+def _scrolling(label: str, body: str) -> str:
+    """What may be larger than its box: not every browser lets the keyboard into one that is not marked."""
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">{body}</div>'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import msgspec
 from kvactors.core.observe import Span
 
 MOST_SPANS = 500_000
-_MICROSECONDS = 1e6
+_NANOSECONDS = 1e9
 
 
 class SpanLog:
@@ -39,7 +40,8 @@ def trace_events(spans: Sequence[Span], dropped: int = 0) -> dict[str, Any]:
     """Chrome's trace event format: one thread per track, times in microseconds from the first span.
 
     Source: "Trace Event Format" (Chromium), complete events ("X") and metadata events ("M"). Spans of a track that
-    overlap without nesting, as transfers in flight do, go to further rows of the track.
+    overlap without nesting, as transfers in flight do, go to further rows of the track. Both ends are rounded to nanoseconds,
+    and the length is their difference: spans that touch must not overlap in the file, or an importer drops one.
     """
     start = min((s.start_s for s in spans), default=0.0)
     events: list[dict[str, Any]] = [
@@ -54,6 +56,7 @@ def trace_events(spans: Sequence[Span], dropped: int = 0) -> dict[str, Any]:
             if row == len(rows):
                 rows.append(0.0)
             rows[row] = span.end_s
+            begin, end = (round((at - start) * _NANOSECONDS) for at in (span.start_s, span.end_s))
             events.append(
                 {
                     "ph": "X",
@@ -61,8 +64,8 @@ def trace_events(spans: Sequence[Span], dropped: int = 0) -> dict[str, Any]:
                     "tid": first + row,
                     "name": span.name,
                     "cat": track,
-                    "ts": round((span.start_s - start) * _MICROSECONDS, 3),
-                    "dur": round(max(0.0, span.end_s - span.start_s) * _MICROSECONDS, 3),
+                    "ts": _microseconds(begin),
+                    "dur": _microseconds(max(0, end - begin)),
                     "args": dict(span.args),
                 }
             )
@@ -72,6 +75,12 @@ def trace_events(spans: Sequence[Span], dropped: int = 0) -> dict[str, Any]:
             events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}})
             events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
     return {"displayTimeUnit": "ms", "otherData": {"dropped_spans": dropped}, "traceEvents": events}
+
+
+def _microseconds(ns: int) -> float:
+    """Nanoseconds as microseconds that give the same again when a reader multiplies by 1000 and cuts off what is left."""
+    value = ns / 1000
+    return value if int(value * 1000) == ns else math.nextafter(value, math.inf)
 
 
 def write_timeline(path: str | Path, log: SpanLog) -> None:

@@ -1,0 +1,1 @@
+"""The pages that we write, looked at in a real browser."""
