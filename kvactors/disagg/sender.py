@@ -105,7 +105,8 @@ class SenderActor(Actor):
     @property
     def under_way(self) -> int:
         """Requests whose blocks are held, or are to be."""
-        return len(self._requests) - len(self._ended)  # any thread asks this
+        ended = len(self._ended)  # any thread asks this: first what ended, so that nothing that is held is missed
+        return max(0, len(self._requests) - ended)
 
     # -- links ---------------------------------------------------------------------------------------------------------
 
@@ -150,7 +151,7 @@ class SenderActor(Actor):
         known = self._known.get(hello.process)
         if known is not None and known.memory == hello.memory and known.geometry == hello.geometry:
             self._known.move_to_end(hello.process)
-            return replace(known, outbox=None)  # with the same bound on sends
+            return replace(known, outbox=None)  # with the same bounds on sends and orphans
         g = hello.geometry
         puller = Puller(
             hello.engine_id,
@@ -294,10 +295,10 @@ class SenderActor(Actor):
 
     def _orphan(self, transfer_id: str, puller: Puller) -> Request | None:
         """Decode came first, or the request does not exist; it is waited for, for a while."""
-        if self._orphans >= self._limits.orphans or puller.orphans >= self._limits.orphans_of_one:
+        if self._orphans >= self._limits.orphans or len(puller.orphans) >= self._limits.orphans_of_one:
             return None
         self._orphans += 1
-        puller.orphans += 1
+        puller.orphans.add(transfer_id)
         request = self._new(transfer_id)
         request.orphan_of = puller
         request.timer = self.later(self._limits.orphan_s, TimeUp(request))
@@ -305,7 +306,7 @@ class SenderActor(Actor):
 
     def _no_orphan(self, request: Request) -> None:
         if request.orphan_of is not None:
-            request.orphan_of.orphans -= 1
+            request.orphan_of.orphans.discard(request.record.transfer_id)
             request.orphan_of = None
             self._orphans -= 1
 

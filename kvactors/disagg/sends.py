@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvactors.disagg.blocks import RequestBlocks, plan_blocks
 from kvactors.disagg.descriptors import RegionCopy, batches, request_descriptors
@@ -59,7 +59,7 @@ class Puller:
         route: what of each block goes to it.
         at_once: the sends to it at a time.
         outbox: its link; None when that has ended.
-        orphans: requests that it spoke of first, and that have not come.
+        orphans: requests that it spoke of first, and that have not come; the same of all its links.
     """
 
     engine_id: str
@@ -69,7 +69,7 @@ class Puller:
     route: tuple[RegionCopy, ...]
     at_once: asyncio.Semaphore
     outbox: Outbox | None = None
-    orphans: int = 0
+    orphans: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False)

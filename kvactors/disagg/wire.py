@@ -129,9 +129,12 @@ def encode(message: Message) -> bytes:
     """The frame of a message.
 
     Raises:
-        WireError: it is larger than a frame may be.
+        WireError: it is larger than a frame may be, or has text that UTF-8 has not, or a number beyond 64 bits.
     """
-    frame = _encoder.encode(message)
+    try:
+        frame = _encoder.encode(message)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise WireError(f"a {type(message).__name__} cannot be written: {error}") from None
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError(f"a {type(message).__name__} of {len(frame)} bytes is larger than a frame may be, {MAX_FRAME_BYTES}")
     return frame
