@@ -178,7 +178,7 @@ def contiguous_attention_views(
     page_bytes: int | None = None,
     lead_bytes: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The compatible layout with padding in regions of its own: [lead of all blocks][K of all blocks][V of all blocks].
+    """The compatible layout with padding in regions of its own: `[lead of all blocks][K of all blocks][V of all blocks]`.
 
     `page_bytes`: bytes of memory a block has, padding included, and so how many blocks there are unless `blocks` says it.
     `lead_bytes`: bytes a block that the state layers which share the memory use in front (their convolution state).

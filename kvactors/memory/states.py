@@ -49,7 +49,7 @@ def contiguous_state_views(
     *,
     blocks: int | None = None,
 ) -> list[Tensor]:
-    """The compatible layout with dense states: [state 0 of all blocks][state 1 of all blocks]…, padding at the end.
+    """The compatible layout with dense states: `[state 0 of all blocks][state 1 of all blocks]…`, padding at the end.
 
     `page_bytes` says how much memory a block has, and so how many blocks there are; no view has it as its stride.
 
