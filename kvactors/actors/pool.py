@@ -346,7 +346,7 @@ class TransferPool:
         except BaseException as e:  # a worker outlives anything that a store raises
             log.warning("store call raised", call=job.label, group=job.group_id, error=repr(e))
             return [Outcome.CALL_FAILED] * count, e
-        if not isinstance(outcomes, list) or len(outcomes) != count or not all(isinstance(o, Outcome) for o in outcomes):
+        if not isinstance(outcomes, list) or len(outcomes) != count or not set(map(type, outcomes)) <= {Outcome}:
             error = TypeError(f"{job.label}: the store answered {outcomes!r:.200} for {count} keys; expected one Outcome each")
             return [Outcome.CALL_FAILED] * count, error
         return outcomes, None

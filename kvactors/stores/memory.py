@@ -345,42 +345,32 @@ class MemoryStore:
         with self.pool.changed:
             self._enter()
             call = RangeCall(batch, self._regions)
-            held = list(map(self._puts.get, keys))
-            open_ = State.OPEN  # reading a member of an enum is slow
-            rows = [row for row, one in enumerate(held) if one is not None and one.state is open_]
-            if len(set(keys)) < len(keys):
-                rows = [row for row in rows if keys[row] not in keys[:row]]
+            held, open_ = self._puts.get, State.OPEN  # reading a member of an enum is slow
+            used = [one for one in map(held, keys) if one is not None and one.state is open_]
+            rows: Sequence[int] = range(len(keys))
+            again = len(set(keys)) < len(keys)
+            if again or len(used) < len(keys):
+                named = [(row, held(key)) for row, key in enumerate(keys) if not again or key not in keys[:row]]
+                found = [(row, one) for row, one in named if one is not None and one.state is open_]
+                rows, used = [row for row, _ in found], [one for _, one in found]
             if len(batch.sizes) == 0:
                 for row in rows:
                     call.answers[row] = Outcome.NO_REPLICA
             else:
-                call.pin(rows, [one for row in rows if (one := held[row]) is not None])
+                call.pin(rows, used)
             self._calls.add(call)
         return call
 
     def _begin_get(self, batch: RangeBatch) -> RangeCall:
         check_shapes(batch)
-        rows: list[int] = []
-        readings: list[Reading] = []
-        ended: list[str] = []
         with self.pool.changed:
             now = self._enter()
             call = RangeCall(batch, self._regions)
-            committed = State.COMMITTED
-            for row, reading in enumerate(map(self._gets.get, batch.keys)):
-                if reading is None:
-                    continue
-                if now >= reading.until:
-                    call.answers[row] = Outcome.LEASE_EXPIRED
-                    ended.append(batch.keys[row])
-                elif reading.found.state is not committed:
-                    call.answers[row] = Outcome.NOT_FOUND
-                    ended.append(batch.keys[row])
-                else:
-                    rows.append(row)
-                    readings.append(reading)
-            for key in ended:
-                self._gets.pop(key, None)
+            held, committed = map(self._gets.get, batch.keys), State.COMMITTED
+            readings = [one for one in held if one is not None and now < one.until and one.found.state is committed]
+            rows: Sequence[int] = range(len(readings))
+            if len(readings) < len(batch.keys):
+                rows = self._answer_unread(call, now)
             if len(batch.sizes) == 0:
                 for row in rows:
                     call.answers[row] = Outcome.OK
@@ -390,9 +380,31 @@ class MemoryStore:
             self._calls.add(call)
         return call
 
+    def _answer_unread(self, call: RangeCall, now: float) -> list[int]:
+        """Answers for the rows whose session has ended; the others, in order."""
+        rows: list[int] = []
+        ended: list[str] = []
+        for row, key in enumerate(call.batch.keys):
+            reading = self._gets.get(key)
+            if reading is None:
+                continue
+            if now >= reading.until:
+                call.answers[row] = Outcome.LEASE_EXPIRED
+                ended.append(key)
+            elif reading.found.state is not State.COMMITTED:
+                call.answers[row] = Outcome.NOT_FOUND
+                ended.append(key)
+            else:
+                rows.append(row)
+        for key in ended:
+            self._gets.pop(key, None)
+        return rows
+
     def _judge_reads(self, call: RangeCall) -> None:
         """The lease once more, after the copy: late bytes are never reported OK."""
         now = self.pool.clock.now()
+        if not [reading for reading in call.readings if now >= reading.until]:
+            return
         for row, reading in zip(call.rows, call.readings, strict=True):
             if now >= reading.until:
                 if call.answers[row] is Outcome.OK:

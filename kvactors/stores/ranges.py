@@ -58,6 +58,9 @@ class RangeCall:
         if good.all() and 0 not in bases_list:
             copy_table(bases, offsets, addresses, sizes, into_objects=into_objects)
             ok = Outcome.OK  # reading a member of an enum is slow
+            if n == len(self.answers):
+                self.answers = [ok] * n
+                return
             for row in self.rows:
                 self.answers[row] = ok
             return
