@@ -1,0 +1,1 @@
+"""What we ship: built twice, looked into, and installed."""
