@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 
 import pytest
 
-from kvactors.simulate.loop import VirtualLoop, run_virtual
-from tests.disagg.sim.world import World, play
+from tests.disagg.sim.histories import history
 
 pytestmark = pytest.mark.sim
 
-
-def history(seed: int) -> World:
-    loop = VirtualLoop(random.Random(seed), most_events=2_000_000)
-    made: list[World] = []
-
-    async def main() -> None:
-        world = World(seed, loop)
-        made.append(world)
-        await play(world)
-
-    run_virtual(main(), loop)
-    return made[0]
+COMMON = ("loaded", "failed", "failed fenced", "aborted", "returned", "late", "freed", "id used again", "two instances")
+RARE = ("restart p", "restart d", "asked again", "close p", "close and restart p")
 
 
 def test_seeds() -> None:
@@ -32,5 +20,5 @@ def test_seeds() -> None:
         world = history(seed)
         assert not world.problems, (seed, world.problems[:5])
         seen.update(world.seen)
-    rare = {what for what in ("loaded", "failed", "failed fenced", "aborted", "returned", "late", "freed") if seen[what] < 20}
+    rare = {what for what in COMMON if seen[what] < 20} | {what for what in RARE if seen[what] < 5}
     assert not rare, (rare, seen)
