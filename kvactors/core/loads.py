@@ -39,6 +39,7 @@ class StepLoads:
     _ids: list[int] = field(default_factory=list)
     _missed: Rows = field(default_factory=lambda: np.empty(0, dtype=np.intp))
     """per row, how many of its layers did not arrive yet"""
+    _every_row: Rows = field(default_factory=lambda: np.empty(0, dtype=np.intp))
 
     def add(self, request_id: str, block_index: int, key: str, block_id: int) -> None:
         self.requests.append(request_id)
@@ -50,6 +51,7 @@ class StepLoads:
     def seal(self) -> None:
         self.block_ids = np.asarray(self._ids, dtype=np.int64)
         self._missed = np.full(len(self.keys), self.ranges.pieces, dtype=np.intp)
+        self._every_row = np.arange(len(self.keys), dtype=np.intp)
         self.opened_at = np.zeros(len(self.keys))
 
     def note_opened(self, session: GetSession) -> None:
@@ -73,17 +75,17 @@ class StepLoads:
         if layer in self.started or layer not in self.ranges.layers:
             return []
         self.started.add(layer)
-        rows = np.arange(len(self.keys), dtype=np.intp)
+        rows = self._every_row
         if lost:
             rows = np.array([row for row in rows.tolist() if row not in lost], dtype=np.intp)
         return range_calls(self.ranges, layer, rows, self.keys, self.block_ids, most_rows) if len(rows) else []
 
     def returned(self, call: RangeCall, outcomes: Sequence[Outcome]) -> None:
-        good = np.ones(len(outcomes), dtype=bool)
+        good = call.rows
         if outcomes.count(Outcome.OK) != len(outcomes):
-            good[:] = [o is Outcome.OK for o in outcomes]
-        self._missed[call.rows[good]] -= call.last_piece - call.first_piece
-        self.bytes_delivered += int(good.sum()) * call.batch.nbytes_per_key
+            good = call.rows[[o is Outcome.OK for o in outcomes]]
+        self._missed[good] -= call.last_piece - call.first_piece
+        self.bytes_delivered += len(good) * call.batch.nbytes_per_key
 
     @property
     def all_started(self) -> bool:
