@@ -48,7 +48,14 @@ class Owner(NamedTuple):
     block_index: int
 
 
-class PutState(Enum):
+class _Hashed(Enum):
+    """Members are equal only if they are the same, so they can hash so; Enum's own hash is a function in Python, and the
+    tables below ask for it two or three times a transition."""
+
+    __hash__ = object.__hash__
+
+
+class PutState(_Hashed):
     OPENING = "opening"
     OPEN = "open"
     COMMITTING = "committing"
@@ -60,7 +67,7 @@ class PutState(Enum):
     ABANDONED = "abandoned"
 
 
-class PutEvent(Enum):
+class PutEvent(_Hashed):
     OPENED = "opened"
     REFUSED = "refused"
     COMMIT = "commit"
@@ -72,7 +79,7 @@ class PutEvent(Enum):
     LOST = "lost"
 
 
-class GetState(Enum):
+class GetState(_Hashed):
     OPENING = "opening"
     OPEN = "open"
     EXPIRED = "expired"
@@ -82,7 +89,7 @@ class GetState(Enum):
     FAILED = "failed"
 
 
-class GetEvent(Enum):
+class GetEvent(_Hashed):
     OPENED = "opened"
     FAILED = "failed"
     EXPIRE = "expire"
