@@ -38,7 +38,7 @@ NOT_RUN = {
         "def forward": EXCERPT,
     },
     "docs/architecture.md": {"compute thread": PICTURE},
-    "docs/ascend.md": {"export KVACTORS": HARDWARE, "class MyConnector": EXCERPT},
+    "docs/ascend.md": {"# Not validated": HARDWARE, "export KVACTORS": HARDWARE, "class MyConnector": EXCERPT},
     "docs/cli.md": {'eval "$(kvactors': "is for a shell in a terminal; tests/test_cli_process.py runs completion"},
     "docs/disagg.md": {"client ": PICTURE, "# prefill": SERVER + "; tests/examples_disagg start the same"},
     "docs/live.md": {
@@ -64,6 +64,9 @@ NOT_RUN = {
         '{"machine"': SYNTAX,
         "step = a": "a formula",
     },
+    "docs/operating.md": {"kvactors top": SERVER, "kvactors store flush": SERVER + "; tests/mooncake run it"},
+    "docs/quickstart.md": {"python3 -m venv": INSTALLS},
+    "docs/troubleshooting.md": {"kvactors doctor": SERVER},
     "docs/vllm.md": {"pip install 'kvactors[vllm]'": SERVER, "pip install 'kvactors[vllm,mooncake]'": SERVER},
     "examples/disagg/README.md": {
         "python3 -m venv": INSTALLS + "; tests/examples_disagg run the example",

@@ -56,6 +56,7 @@ def test_a_block_runs_or_has_a_reason(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in BY_PAGE if runs(page)])
+@pytest.mark.docs
 @pytest.mark.timeout(300)
 def test_what_a_page_shows_is_what_happens(page: str, tmp_path: Path) -> None:
     shell = Shell(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -14,8 +15,11 @@ import pytest
 
 from tests.docs.blocks import PAGES, ROOT
 
-for package in ("mkdocs", "material", "mkdocstrings_handlers"):
-    pytest.importorskip(package, reason="pip install 'kvactors[docs]'")
+NEEDED = ("mkdocs", "material", "mkdocstrings_handlers")
+
+needs_mkdocs = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in NEEDED), reason="needs mkdocs: pip install 'kvactors[docs]'"
+)
 
 
 def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
@@ -29,6 +33,8 @@ def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.docs
+@needs_mkdocs
 def test_the_site_builds(tmp_path: Path) -> None:
     done = build(ROOT, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -41,6 +47,8 @@ def test_the_site_builds(tmp_path: Path) -> None:
         assert not [url for urls in loaded for url in urls if urlsplit(url).netloc], name
 
 
+@pytest.mark.docs
+@needs_mkdocs
 def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
