@@ -65,7 +65,8 @@ nightly: setup
 	$(PYTEST) -m sim
 
 # The documentation as a site, in site/; a link or an anchor that leads nowhere is an error.
-docs: setup
+docs:
+	[ -x $(VENV)/bin/mkdocs ] || { $(PYTHON) -m venv $(VENV) && $(VENV)/bin/pip install -q -e '.[docs]'; }
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 
 clean:
