@@ -39,7 +39,6 @@ NOT_RUN = {
     },
     "docs/architecture.md": {"compute thread": PICTURE},
     "docs/ascend.md": {"# Not validated": HARDWARE, "export KVACTORS": HARDWARE, "class MyConnector": EXCERPT},
-    "docs/cli.md": {'eval "$(kvactors': "is for a shell in a terminal; tests/test_cli_process.py runs completion"},
     "docs/disagg.md": {"client ": PICTURE, "# prefill": SERVER + "; tests/examples_disagg start the same"},
     "docs/live.md": {
         "kvactors replay": "runs until Ctrl-C; tests/live run each command",
