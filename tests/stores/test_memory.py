@@ -392,11 +392,40 @@ def test_close_wakes_a_commit_that_waits(clock: ManualClock, buffer: Buffer, mon
 # Batches
 
 
-def test_a_put_may_not_name_a_key_twice(clock: ManualClock, buffer: Buffer) -> None:
+@pytest.mark.parametrize(
+    ("keys", "answers"),
+    [
+        ("kk", [OK, INVALID]),
+        ("kl", [OK, OK]),
+        ("xkl", [INVALID, OK, OK]),
+        ("kxl", [OK, INVALID, OK]),
+        ("xklkx", [INVALID, OK, OK, INVALID, INVALID]),
+        ("kdl", [OK, INVALID, OK]),
+    ],
+)
+def test_a_put_moves_each_open_key_once(clock: ManualClock, buffer: Buffer, keys: str, answers: list[Outcome]) -> None:
     store = make(clock, buffer)
-    store.put_open(["k"], [100])
-    at = buffer.address
-    assert store.put_ranges(ranges(["k", "k"], [[at], [at]], [8], [0])) == [OK, INVALID]
+    commit(store, "d")
+    store.put_open(["k", "l"], [100, 100])
+    at = [[buffer.address + 8 * row] for row in range(len(keys))]
+    assert store.put_ranges(ranges(list(keys), at, [8], [0])) == answers
+    assert store.stats()["writes"] == answers.count(OK)
+    assert store.put_commit(["k", "l"]) == [OK, OK], "nothing is pinned any more"
+
+
+def test_a_get_answers_each_row_by_its_own_session(clock: ManualClock, buffer: Buffer) -> None:
+    store = make(clock, buffer, lease_s=10.0)
+    commit(store, *"abc")
+    store.get_open(["a"], [100])
+    clock.advance(6.0)
+    store.get_open(["b", "c"], [100, 100])
+    clock.advance(6.0)
+    assert store.remove("c", force=True) is OK
+    keys = ["b", "x", "a", "b", "c", "a"]
+    at = [[buffer.address + 8 * row] for row in range(len(keys))]
+    answers = [OK, INVALID, LEASE_EXPIRED, OK, NOT_FOUND, LEASE_EXPIRED]
+    assert store.get_ranges(ranges(keys, at, [8], [0])) == answers
+    assert store.get_ranges(ranges(keys, at, [8], [0])) == [OK, INVALID, INVALID, OK, INVALID, INVALID]
 
 
 @pytest.mark.parametrize(("size", "offset"), [(0, 0), (-1, 0), (8, -1), (8, 93), (1 << 62, 0), (8, (1 << 63) - 1)])
