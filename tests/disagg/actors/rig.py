@@ -19,6 +19,7 @@ from kvactors.disagg.receiver import ReceiverActor
 from kvactors.disagg.remotes import Prefill, Remote
 from kvactors.disagg.sender import SenderActor
 from kvactors.disagg.sends import SendLimits
+from kvactors.disagg.transports.writing import WriteCounts
 from kvactors.disagg.wire import Hello, Message, Pull, Sent, Stopped, Welcome
 from kvactors.errors import PeerUnreachableError, TransferFailedError
 from kvactors.simulate.loop import VirtualLoop, run_virtual
@@ -58,6 +59,7 @@ class Transport:
 
     def __init__(self, seconds: float = 0.0, *, fails: bool = False) -> None:
         self.seconds, self.fails = seconds, fails
+        self.counts = WriteCounts()
         self.begun: list[str] = []
         self.now: Counter[str] = Counter()
         self.most = self.most_to_one = 0

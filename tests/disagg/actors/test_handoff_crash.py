@@ -80,6 +80,5 @@ def test_a_post_beside_a_crash_is_answered(worker: HandoffWorker, monkeypatch: p
         worker.prefilled("later", HELD)
         assert worker.freed() == {"later"}
     else:
-        told: list[OutcomeKind] = []
-        until(lambda: told.extend(outcome.kind for outcome in worker.outcomes()) or told, worker)
-        assert told == [OutcomeKind.FAILED]
+        until(lambda: worker._told, worker)
+        assert [outcome.kind for outcome in worker.outcomes()] == [OutcomeKind.FAILED]

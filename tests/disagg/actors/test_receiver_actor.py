@@ -71,7 +71,9 @@ async def test_an_acknowledgement_after_a_silence_is_graced_too(loop: VirtualLoo
     d.prefill(lambda m: answers.append(m))
     d.receive(1)
     await asyncio.sleep(30.0)
-    d.actor.mailbox.post(Heard(d.remote, d.remote.link, Stopped("t1")))
+    link = d.remote.link
+    assert link is not None
+    d.actor.mailbox.post(Heard(d.remote, link, Stopped("t1")))
     await asyncio.sleep(29.0)
     assert d.kinds == ["failed"]
     await asyncio.sleep(2.0)

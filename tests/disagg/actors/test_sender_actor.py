@@ -100,6 +100,18 @@ async def test_a_frozen_peer_does_not_hold_blocks_that_only_wait_for_their_turn(
 
 
 @on_virtual_time
+async def test_an_expiry_that_falls_into_a_send_comes_after_it(loop: VirtualLoop) -> None:
+    """The other decode worker never comes."""
+    p = SenderRig(loop, Transport(30.0), abort_timeout_s=10.0)
+    p.compute("t")
+    link = await p.link()
+    assert await say(link, Pull("t", 2, WANTED), 40.0) == Sent("t")
+    assert not p.freed
+    await asyncio.sleep(2.0)
+    assert p.freed_ids == ["t"]
+
+
+@on_virtual_time
 async def test_a_pull_of_more_blocks_than_there_are_is_refused_unplanned(loop: VirtualLoop) -> None:
     def planned(*_: Any) -> None:
         raise AssertionError("it was planned")
@@ -185,6 +197,7 @@ async def test_a_message_that_cannot_be_written_harms_no_other(loop: VirtualLoop
 SECONDS: dict[str, tuple[dict[str, Any], RequestBlocks]] = {
     "a twin": ({}, blocks(7, 8, 9)),
     "another instance": ({"engine": "E", "process": "e", "memory": "em"}, WANTED),
+    "another worker of another instance": ({"engine": "E", "process": "e", "memory": "em", "rank": 1, "tp": 2}, WANTED),
     "the same worker, started again, and the same blocks": ({"process": "d2", "memory": "dm2"}, WANTED),
 }
 
@@ -362,6 +375,20 @@ async def test_a_send_that_ends_while_it_closes_is_reported(loop: VirtualLoop) -
     assert p.freed_ids == ["t"]
     with pytest.raises(LinkClosedError):
         await link.receive(1.0)
+
+
+@on_virtual_time
+async def test_closing_waits_a_moment_for_what_it_says(loop: VirtualLoop) -> None:
+    """Nothing can be sent for half a second."""
+    p = SenderRig(loop, Transport(5.0))
+    p.compute("t")
+    link = await p.link()
+    await link.send(Pull("t", 1, WANTED))
+    await asyncio.sleep(4.9)
+    p.network.freeze("p")
+    loop.call_later(0.6, p.network.thaw, "p")
+    await p.actor.close()
+    assert await heard(link) == Sent("t")
 
 
 @on_virtual_time
