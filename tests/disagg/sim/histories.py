@@ -7,6 +7,7 @@ import random
 from collections.abc import Coroutine
 from typing import Any
 
+from kvactors.disagg.receiver import MOST_GRACE_S
 from kvactors.simulate.loop import VirtualLoop, run_virtual
 from tests.disagg.sim.workers import Job
 from tests.disagg.sim.world import World
@@ -56,7 +57,7 @@ async def play(world: World) -> None:
             world.disasters += 1
             world.go(_disaster(world))
         await asyncio.sleep(rng.random() * rng.choice([2.0, 2.0, 8.0]))
-    await asyncio.sleep(2 * (world.deadline_s + world.abort_s) + 120)
+    await asyncio.sleep(5 * world.deadline_s + 2 * world.abort_s + 2 * MOST_GRACE_S)  # as long as anything may take
     world.check_end()
     for decode in world.decode.values():
         await decode.receiver.close()
@@ -122,7 +123,7 @@ async def _disaster(world: World) -> None:
     await asyncio.sleep(rng.random() * 3)
     what = rng.choice(DISASTERS)
     world.seen[what] += 1
-    workers = list(world.prefill.values()) if what.endswith("p") else list(world.decode.values())
+    workers: list[Any] = list(world.prefill.values()) if what.endswith("p") else list(world.decode.values())
     worker = rng.choice(workers)
     if what == "cut":
         links = network.links(worker.address)
@@ -161,4 +162,8 @@ def _restart(world: World, what: str, worker: Any) -> None:
         again = newest[fetch.job.transfer_id] is fetch.job and not fetch.request_id.endswith("twin")
         if again and world.rng.random() < 0.5:
             world.seen["asked again"] += 1
-            started.receive(fetch.job, f"{fetch.request_id} again")
+            same = all(started.memory.free(group, ids) for group, ids in enumerate(fetch.tables))
+            if same and world.rng.random() < 0.5:
+                started.receive_again(fetch)
+            else:
+                started.receive(fetch.job, f"{fetch.request_id} again")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 from kvactors.core.layout import GroupKind
 from kvactors.disagg import EntryGeometry, GroupGeometry, TransferRegion, Worker, WorkerGeometry, rank_heads
@@ -16,6 +17,8 @@ STATE = 24
 BLOCKS = 48
 BLOCK_TOKENS = 16
 ATTENTION, RECURRENT = 0, 1
+
+Entries = dict[int, tuple[EntryGeometry, ...]]
 
 
 def content(name: str, *where: int) -> bytes:
@@ -44,15 +47,17 @@ class Memory:
 
     def geometry(self, pp: int) -> WorkerGeometry:
         half = PIECE * len(self.heads)
-        entries = {layer: (EntryGeometry("k", "bf16", half), EntryGeometry("v", "bf16", half)) for layer in self.layers}
-        size = {"block_tokens": BLOCK_TOKENS, "blocks": BLOCKS}
+        entries: Entries = {
+            layer: (EntryGeometry("k", "bf16", half), EntryGeometry("v", "bf16", half)) for layer in self.layers
+        }
+        size: dict[str, Any] = {"block_tokens": BLOCK_TOKENS, "blocks": BLOCKS}
         groups = [GroupGeometry(kind=GroupKind.FULL, layers=entries, kv_heads=HEADS, heads_first=True, **size)]
         regions = [
             TransferRegion(f"l{layer}", layer, self.base + self.attention(i, 0), self.block, half, ATTENTION, split_kv=True)
             for i, layer in enumerate(self.layers)
         ]
         if self.has_state:
-            here = {} if self.state_layer is None else {self.state_layer: (EntryGeometry("ssm", "fp32", STATE),)}
+            here: Entries = {} if self.state_layer is None else {self.state_layer: (EntryGeometry("ssm", "fp32", STATE),)}
             groups.append(GroupGeometry(kind=GroupKind.STATE, layers=here, **size))
             if self.state_layer is not None:
                 at = self.base + self.state(0)
@@ -117,6 +122,15 @@ class Memory:
             self.release([attention], rng)
             return None
         return [attention, (0,) * (blocks - 1) + slot]
+
+    def free(self, group: int, ids: tuple[int, ...]) -> bool:
+        return not any((group, block) in self.owner for block in ids if block)
+
+    def take_these(self, tables: list[tuple[int, ...]], owner: str) -> None:
+        """Blocks that are free."""
+        for group, ids in enumerate(tables):
+            for block in filter(None, ids):
+                self.owner[group, block] = owner
 
     def release(self, tables: list[tuple[int, ...]], rng: random.Random) -> list[str]:
         """The engine takes the blocks back, and uses them for something else at once. Returns what is wrong with that."""

@@ -20,6 +20,7 @@ from kvactors.disagg.remotes import Prefill
 from kvactors.disagg.sender import SenderActor
 from kvactors.disagg.sends import SendLimits
 from kvactors.disagg.states import SEND_TERMINAL
+from kvactors.disagg.transports.writing import WriteCounts
 from kvactors.disagg.wire import Abort, Failed, Hello, Message, Problem, Pull, Refused, Sent, Stopped, Welcome
 from kvactors.errors import DisaggError, PeerGoneError, TransferFailedError, UnregisteredMemoryError, WireError
 from kvactors.simulate.loop import VirtualLoop, run_virtual
@@ -70,6 +71,7 @@ class FailingTransport:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
+        self.counts = WriteCounts()
         self.now = self.most = 0
 
     def register(self, address: int, nbytes: int) -> None: ...
@@ -112,16 +114,15 @@ def any_words(rng: random.Random) -> Message:
         return Pull(transfer_id, rng.choice([1, 1, 2, 2, 3, 1 << 20]), any_blocks(rng))
     if draw < 0.97:
         return Abort(transfer_id, rng.choice([1, 2, 2, 3]))
-    return rng.choice(
-        [
-            Sent(transfer_id),
-            Failed(transfer_id, "x"),
-            Refused(transfer_id, "x"),
-            Stopped(transfer_id),
-            Problem("x"),
-            Welcome(engine_id="x", process="x", pp_rank=0, tp_rank=0),
-        ]
-    )
+    nonsense: list[Message] = [
+        Sent(transfer_id),
+        Failed(transfer_id, "x"),
+        Refused(transfer_id, "x"),
+        Stopped(transfer_id),
+        Problem("x"),
+        Welcome(engine_id="x", process="x", pp_rank=0, tp_rank=0),
+    ]
+    return rng.choice(nonsense)
 
 
 async def a_peer(rng: random.Random, network: MemoryNetwork, number: int) -> None:
@@ -272,11 +273,16 @@ class Prefills:
         assert isinstance(message, Pull | Abort)
         t = message.transfer_id if rng.random() < 0.9 else f"t{rng.randrange(8)}"
         if self._nonsense and rng.random() < 0.03:
-            welcome = Welcome(engine_id="P", process="z", pp_rank=0, tp_rank=0)
-            return rng.choice([Pull(t, 1, HELD), welcome, Problem("no")])
-        if isinstance(message, Pull):
-            return rng.choice([Sent(t), Sent(t), Failed(t, "f"), Refused(t, "r"), Stopped(t)])
-        return rng.choice([Stopped(t), Stopped(t), Sent(t), Failed(t, "f")])
+            answers: list[Message] = [
+                Pull(t, 1, HELD),
+                Welcome(engine_id="P", process="z", pp_rank=0, tp_rank=0),
+                Problem("no"),
+            ]
+        elif isinstance(message, Pull):
+            answers = [Sent(t), Sent(t), Failed(t, "f"), Refused(t, "r"), Stopped(t)]
+        else:
+            answers = [Stopped(t), Stopped(t), Sent(t), Failed(t, "f")]
+        return rng.choice(answers)
 
     async def query(self, bootstrap: str) -> Mapping[str, Prefill]:  # noqa: ARG002 - there is one
         await asyncio.sleep(self._rng.random() * 0.3)

@@ -13,6 +13,7 @@ from kvactors.disagg.messages import Cancelled, GiveUp, Outcome, OutcomeKind, Pr
 from kvactors.disagg.receiver import GRACE_S, ReceiverActor
 from kvactors.disagg.sender import SenderActor
 from kvactors.disagg.sends import SendLimits
+from kvactors.disagg.transports.writing import WriteCounts
 from kvactors.disagg.wire import Hello
 from kvactors.errors import TransferFailedError
 from tests.disagg.sim.memory import ATTENTION, BLOCK_TOKENS, Memory
@@ -70,6 +71,7 @@ class SimTransport:
 
     def __init__(self, world: World, owner: PrefillWorker) -> None:
         self.memory = owner.address
+        self.counts = WriteCounts()
         self.closed = False
         """its sender was closed: nothing is written, and nothing begins"""
         self.now: Counter[str] = Counter()
@@ -180,11 +182,23 @@ class DecodeWorker:
 
     def receive(self, job: Job, request_id: str) -> None:
         """Asks for the job's blocks; for none where it has no room for them."""
-        first = min(job.local, -(-job.tokens // BLOCK_TOKENS) - 1)
+        first = self._first(job)
         tables = [] if job.empty else self.memory.tables(job.name, job.tokens, first, self.world.rng) or []
+        self._ask(job, request_id, tables)
+
+    def receive_again(self, before: Fetch) -> None:
+        """A new process is asked what an earlier one was, and happens to take the same blocks."""
+        self.memory.take_these(before.tables, before.job.name)
+        self._ask(before.job, f"{before.request_id} again", before.tables)
+
+    @staticmethod
+    def _first(job: Job) -> int:
+        return min(job.local, -(-job.tokens // BLOCK_TOKENS) - 1)
+
+    def _ask(self, job: Job, request_id: str, tables: list[tuple[int, ...]]) -> None:
         fetch = self.fetches[request_id] = Fetch(job, request_id, self.world.loop.now(), tables)
         job.fetches.append(fetch)
-        groups = [GroupBlocks(first if g == ATTENTION else 0, ids) for g, ids in enumerate(tables)]
+        groups = [GroupBlocks(self._first(job) if g == ATTENTION else 0, ids) for g, ids in enumerate(tables)]
         source = Source(job.transfer_id, "P", "http://p")
         self.receiver.mailbox.post(Receive(request_id, source, RequestBlocks(job.tokens, tuple(groups))))
 
