@@ -15,6 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from kvactors.errors import ConfigError
+
 Addresses = npt.NDArray[np.int64]
 
 
@@ -123,3 +125,36 @@ class Store(Protocol):
     def health(self) -> Health: ...
     def stats(self) -> Mapping[str, Any]: ...
     def close(self) -> None: ...
+
+
+STORE_NEEDS = (
+    "name",
+    "lease_s",
+    "put_safe_age_s",
+    "put_open",
+    "put_ranges",
+    "put_commit",
+    "put_revoke",
+    "get_open",
+    "get_ranges",
+    "get_close",
+    "readable",
+    "register",
+    "unregister",
+    "health",
+    "stats",
+    "close",
+)
+"""Everything that `Store` names: what a store of one's own has to have."""
+
+
+def require_store(store: object) -> None:
+    """Refuses an object that is no store before anything is asked of it; every call would fail, and nothing be saved.
+
+    Raises:
+        ConfigError: names what it lacks.
+    """
+    if lacking := [name for name in STORE_NEEDS if not hasattr(store, name)]:
+        raise ConfigError(
+            f"store {type(store).__name__} lacks {', '.join(lacking)}; see the calls and attributes of a store in docs"
+        )

@@ -38,7 +38,7 @@ from kvactors.core.reachability import Hit, Reachability
 from kvactors.core.sessions import Owner, SessionTable
 from kvactors.core.stats import EngineStats, GroupStats, SessionStats
 from kvactors.core.steps import GroupBlocks, ReleaseReason, StepRequest
-from kvactors.core.store import Store
+from kvactors.core.store import Store, require_store
 from kvactors.core.story import StoryBook
 from kvactors.core.taint import Taints
 from kvactors.devices import CpuDevices, MonotonicClock
@@ -120,6 +120,7 @@ class Engine:
         observer: Observer | None = None,
         executor: Executor | None = None,
     ) -> None:
+        require_store(store)
         self.layout = layout
         self.tp_rank = tp_rank
         self.config = config = EngineConfig() if config is None else config

@@ -108,7 +108,10 @@ def _expanded(text: str) -> list[Address]:
             p for p in path.parent.glob(f"{_literal(path.stem)}.*{_literal(path.suffix or '.sock')}") if p.is_socket()
         )
         if not ranks:
-            raise ConfigError(f"{text}: there is no such socket; is an engine with {VARIABLE} set running, as the same user?")
+            raise ConfigError(
+                f"{text}: there is no such socket; is an engine with {VARIABLE} set running, as the same user? "
+                "The view ends with its engine: `kvactors replay --speed 20` makes a replay last"
+            )
         return [Address.of(str(p)) for p in ranks]
     return [address]
 
