@@ -172,7 +172,7 @@ def vllm_config(
         ),
         device_config=SimpleNamespace(device_type=device),
         cache_config=SimpleNamespace(cache_dtype=dtype, enable_cross_layers_blocks=cross_layers),
-        model_config=SimpleNamespace(enforce_eager=enforce_eager),
+        model_config=SimpleNamespace(enforce_eager=enforce_eager, hf_text_config=SimpleNamespace()),
     )
 
 

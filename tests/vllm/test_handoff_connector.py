@@ -54,7 +54,7 @@ def vllm_config(role: str, extra: dict[str, Any]) -> Any:
         scheduler_config=SimpleNamespace(async_scheduling=True),
         speculative_config=None,
         device_config=SimpleNamespace(device_type="cpu"),
-        model_config=SimpleNamespace(enforce_eager=True),
+        model_config=SimpleNamespace(enforce_eager=True, hf_text_config=SimpleNamespace()),
     )
 
 
