@@ -22,6 +22,8 @@ class Outbox:
         self.link = link
         self._queue: asyncio.Queue[Message] = asyncio.Queue(LIMIT)
         self._task = asyncio.ensure_future(self._run())
+        self._begun = False
+        self._end: asyncio.Task[None] | None = None
 
     def send(self, message: Message) -> None:
         """Queues a message. Messages of a link that has ended go nowhere: its end is told to the actor by whoever reads it."""
@@ -33,6 +35,8 @@ class Outbox:
     def close(self) -> None:
         """Ends the link, and what still waits."""
         self._task.cancel()
+        if not self._begun and self._end is None:  # a task that is cancelled before it began never gets to its `finally`
+            self._end = asyncio.ensure_future(self.link.close())
 
     async def flush(self, seconds: float) -> None:
         """Waits until all that was queued is on its way, at most so long."""
@@ -41,6 +45,7 @@ class Outbox:
         done.cancel()
 
     async def _run(self) -> None:
+        self._begun = True
         try:
             while True:
                 message = await self._queue.get()

@@ -266,6 +266,7 @@ class ReceiverActor(Actor):
 
     def _link_up(self, remote: Remote, up: LinkUp) -> None:
         assert up.welcome is not None
+        remote.heard(self.clock.now(), MOST_GRACE_S)
         remote.opened(up.link, self.clock.now())
         if remote.process not in ("", up.welcome.process):
             self._gone(remote, "its process was started again")
@@ -329,7 +330,7 @@ class ReceiverActor(Actor):
             if remote.outbox is not None:
                 remote.outbox.close()  # its end is told by whoever reads it, and fails what was asked over it
             return
-        remote.silent_s, remote.heard_at = self.clock.now() - remote.heard_at, self.clock.now()
+        remote.heard(self.clock.now(), MOST_GRACE_S)
         handoff = remote.handoffs.get(message.transfer_id)
         if handoff is None or handoff.record is None:
             return
@@ -353,7 +354,7 @@ class ReceiverActor(Actor):
             self._do(handoff, handoff.record.dead(worker, "gone"))
             return
         remote, now = handoff.remotes[worker], self.clock.now()
-        silent_s = max(remote.silent_s, now - remote.heard_at)
+        silent_s = max(remote.silent_s, 0.0 if remote.heard_at is None else now - remote.heard_at)
         grace_s = min(max(GRACE_S, min(silent_s, now - handoff.asked_at.get(worker, now))), MOST_GRACE_S)
         self.later(grace_s / GRACE_SLICES, Grace(handoff, worker, dead, GRACE_SLICES - 1, grace_s / GRACE_SLICES))
 

@@ -65,7 +65,8 @@ class Remote:
         opening: a link is being opened.
         retrying: a timer will try it again.
         pause_s: the last pause before it was tried again.
-        heard_at, silent_s: when it was heard last, and how long it had been silent then.
+        heard_at: when it was heard last; None: never.
+        silent_s, silent_until: its longest silence of late, over several links, and when that ended.
         refused: why it takes no links from this worker, until `refused_until`.
         unsaid: aborts to say when there is a link again.
     """
@@ -80,8 +81,9 @@ class Remote:
     retrying: bool = False
     pause_s: float = 0.0
     opened_at: float = 0.0
-    heard_at: float = 0.0
+    heard_at: float | None = None
     silent_s: float = 0.0
+    silent_until: float = 0.0
     refused: str = ""
     refused_until: float = 0.0
     unsaid: dict[str, Abort] = field(default_factory=dict)
@@ -97,11 +99,17 @@ class Remote:
 
     def opened(self, link: Link, now: float) -> None:
         self.opening, self.outbox, self.refused = False, Outbox(link), ""
-        self.opened_at = self.heard_at = now
-        self.silent_s = 0.0
+        self.opened_at = now
         unsaid, self.unsaid = self.unsaid, {}
         for abort in unsaid.values():
             self.say(abort)
+
+    def heard(self, now: float, recalled_s: float) -> None:
+        """It gave a sign of life. A silence is forgotten `recalled_s` after its end, or when a longer one has ended."""
+        silent_s = 0.0 if self.heard_at is None else now - self.heard_at
+        if silent_s >= self.silent_s or now - self.silent_until > recalled_s:
+            self.silent_s, self.silent_until = silent_s, now
+        self.heard_at = now
 
     def closed(self) -> None:
         self.opening = False

@@ -64,6 +64,22 @@ async def test_the_grace_is_as_long_as_the_silence_was(loop: VirtualLoop, silenc
 
 
 @on_virtual_time
+async def test_an_outage_counts_also_when_a_new_link_has_ended_it(loop: VirtualLoop) -> None:
+    """TCP may send again what it kept during the outage, though the new link's first word comes at once."""
+    d = ReceiverRig(loop, deadline_s=1000.0)
+    d.prefill(lambda message: None if isinstance(message, Pull) else Stopped("t1"))
+    d.receive(1)
+    await asyncio.sleep(1.0)
+    d.unreachable = {"p0"}
+    d.network.cut(d.network.links("d")[0])
+    await asyncio.sleep(60.0)
+    d.unreachable = set()
+    await asyncio.sleep(2 * MOST_GRACE_S)
+    assert d.kinds == ["failed", "returned"]
+    assert 118.0 <= d.told[1][0] - d.told[0][0] <= 135.0, "60 s of outage, and as long again"
+
+
+@on_virtual_time
 async def test_an_acknowledgement_after_a_silence_is_graced_too(loop: VirtualLoop) -> None:
     """Prefill was frozen, and says all at once what it has to say."""
     answers: list[Message] = []
