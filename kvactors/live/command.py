@@ -66,7 +66,7 @@ def top(paths: tuple[str, ...], once: bool, as_json: bool, every: float) -> int:
             seen = look_at(addresses)
             live.update(render(seen, before), refresh=True)
             before = _remembered(seen, before)
-            time.sleep(every)
+            time.sleep(every)  # the rate at which a person looks
     return 0
 
 
