@@ -13,6 +13,7 @@ from kvactors.disagg.geometry import WorkerGeometry, worker_geometry
 from kvactors.disagg.regions import TransferRegion, expand_transfer_regions
 from kvactors.errors import LayoutError
 from kvactors.vllm.layouts import Caches, ModelFacts, WorkerMemory, worker_memory
+from kvactors.vllm.support import inner_specs
 
 HEADED = frozenset({GroupKind.FULL, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL})
 """Kinds whose caches have heads that ranks share."""
@@ -64,9 +65,19 @@ def handoff_geometry(
     )
     if kv_heads is None:
         return found
-    known_heads = [kv_heads if g.kv_heads is None and g.kind in HEADED else g.kv_heads for g in found.groups]
-    sure = [structs.replace(g, kv_heads=n) for g, n in zip(found.groups, known_heads, strict=True)]
+    here = max(1, kv_heads // memory.layout.tp_size)
+    sure = [
+        structs.replace(known, kv_heads=kv_heads)
+        if known.kv_heads is None and g.kind in HEADED and _has_heads(config.kv_cache_groups[g.id].kv_cache_spec, here)
+        else known
+        for g, known in zip(groups, found.groups, strict=True)
+    ]
     return structs.replace(found, groups=tuple(sure))
+
+
+def _has_heads(spec: Any, here: int) -> bool:
+    """Whether each of a group's layers has so many heads on this rank, as all layers of the model should."""
+    return all(_heads(inner) == here for inner in inner_specs(spec))
 
 
 def _common(values: Iterable[V], otherwise: V) -> V:

@@ -71,7 +71,8 @@ def _start(
 
     transfer = vllm_config.kv_transfer_config
     cpu = str(vllm_config.device_config.device_type) == "cpu"
-    heads = only_kv_heads(vllm_config.model_config.hf_text_config)
+    drafts = getattr(vllm_config, "speculative_config", None) is not None  # a draft's heads stand in a configuration of its own
+    heads = None if drafts else only_kv_heads(vllm_config.model_config.hf_text_config)
     geometry = handoff_geometry(config, caches, memory, facts.tp_rank, heads)
     protocol = settings.mooncake_protocol or ("tcp" if cpu else "rdma")
     transport = MooncakeTransport(settings.handoff_host, protocol, settings.device_name)

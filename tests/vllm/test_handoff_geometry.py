@@ -188,6 +188,19 @@ def test_a_page_is_cut_by_heads(prefill_tp: int, decode_tp: int, cuts: list[tupl
     assert found == cuts
 
 
+@pytest.mark.parametrize(
+    ("windows_heads", "known", "heads"),
+    [(2, None, [None, None]), (2, 2, [2, 2]), (1, 2, [2, None])],
+    ids=["the model does not say", "it says so", "a layer has other heads"],
+)
+def test_heads_of_several_kinds_of_attention(windows_heads: int, known: int | None, heads: list[int | None]) -> None:
+    """They are believed where the model's configuration names them, and the layers have them."""
+    found = config(FullAttentionSpec(TOKENS), SlidingWindowSpec(TOKENS, num_kv_heads=windows_heads))
+    caches = {name(0): paged(), name(1): paged(windows_heads)}
+    memory = transfer_memory(found, caches, facts(), None)
+    assert [g.kv_heads for g in handoff_geometry(found, caches, memory, 0, known).groups] == heads
+
+
 def test_heads_inside_of_tokens_are_not_cut() -> None:
     def rank(size: int, number: int) -> WorkerGeometry:
         heads = 2 // size
