@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace as Stub
 from typing import Any
 
 import pytest
@@ -29,6 +31,27 @@ def test_a_run(arguments: Callable[[list[str]], Any]) -> None:
     assert (given.model, given.backend, given.local_master, given.prompts, given.tokens) == ("gptoss", "memory", False, 4, 900)
     given = arguments(["--model", "qwen3next", "--backend", "mooncake", "--local-master", "--tokens", "400"])
     assert (given.model, given.backend, given.local_master, given.tokens) == ("qwen3next", "mooncake", True, 400)
+
+
+def test_the_page_shows_the_table_of_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    page = "examples/vllm_cpu/README.md"
+    (shown,) = re.findall(r"```text\n(.*?)\n```", (FOLDER.parent.parent / page).read_text(), re.DOTALL)
+    rows = re.findall(r"│ +\d+ │ +(\d+) │ +(\d+) │ +yes │ +(\d+) ms │ +(\d+) ms │", shown)
+    assert len(rows) == 4
+    output = Stub(token_ids=[1, 2])
+    runs = [
+        Stub(prompt_token_ids=range(int(tokens)), num_cached_tokens=int(loaded), outputs=[output])
+        for tokens, loaded, *_ in rows
+    ]
+    cold = [(run, int(row[2]) / 1e3) for run, row in zip(runs, rows, strict=True)]
+    warm = [(run, int(row[3]) / 1e3) for run, row in zip(runs, rows, strict=True)]
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setenv("COLUMNS", "70")
+    told = runpy.run_path(str(FOLDER / "run.py"))["told"]
+    monkeypatch.delitem(sys.modules, "tiny")
+    assert told(Stub(model="gptoss", backend="memory"), cold, warm) == 0
+    assert [line.rstrip() for line in capsys.readouterr().out.rstrip("\n").split("\n")] == shown.split("\n")
 
 
 @pytest.mark.parametrize("arguments", ["compare.py"], indirect=True)

@@ -25,6 +25,7 @@ ELSEWHERE = {
         "docs/memory.md": ["import torch", "k    (8", "from types", "group 0, layer 0", "chunks equal"],
     },
     "tests/live/test_page.py": {"docs/live.md": ["import tempfile", "mine running"]},
+    "tests/test_examples.py": {"examples/vllm_cpu/README.md": ["tiny gptoss"]},
 }
 """Test, page, beginnings: blocks that another test runs or reads. The test has to name the page."""
 
