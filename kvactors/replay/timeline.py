@@ -14,6 +14,7 @@ from kvactors.core.observe import Span
 
 MOST_SPANS = 500_000
 _NANOSECONDS = 1e9
+_PROCESS = 1
 
 
 class SpanLog:
@@ -45,9 +46,9 @@ def trace_events(spans: Sequence[Span], dropped: int = 0) -> dict[str, Any]:
     """
     start = min((s.start_s for s in spans), default=0.0)
     events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "kvactors replay"}}
+        {"ph": "M", "pid": _PROCESS, "tid": 0, "name": "process_name", "args": {"name": "kvactors"}}
     ]
-    tid = 0
+    tid = _PROCESS  # the thread of that number would be its main one
     for track in sorted({s.track for s in spans}, key=track_order):
         rows: list[float] = []
         first = tid + 1
@@ -60,7 +61,7 @@ def trace_events(spans: Sequence[Span], dropped: int = 0) -> dict[str, Any]:
             events.append(
                 {
                     "ph": "X",
-                    "pid": 1,
+                    "pid": _PROCESS,
                     "tid": first + row,
                     "name": span.name,
                     "cat": track,
@@ -72,8 +73,8 @@ def trace_events(spans: Sequence[Span], dropped: int = 0) -> dict[str, Any]:
         for row in range(len(rows)):
             tid = first + row
             name = track if row == 0 else f"{track} ({row + 1})"
-            events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}})
-            events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+            events.append({"ph": "M", "pid": _PROCESS, "tid": tid, "name": "thread_name", "args": {"name": name}})
+            events.append({"ph": "M", "pid": _PROCESS, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
     return {"displayTimeUnit": "ms", "otherData": {"dropped_spans": dropped}, "traceEvents": events}
 
 
