@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
+from kvactors.core.calls import RangeCall
 from kvactors.core.events import DeviceEvent
 from kvactors.core.queue import Priority
 from kvactors.core.reachability import Hit
 from kvactors.core.riders import joined
-from kvactors.core.saves import RangeCall
 from kvactors.core.sessions import GetSession, PutSession
 from kvactors.core.steps import FailedLoad, GroupBlocks, Phase, ReleaseReason, StepRequest
 from kvactors.core.store import Outcome, Store

@@ -12,12 +12,13 @@ from kvactors.actors.mailbox import Mailbox
 from kvactors.actors.pool import TransferPool
 from kvactors.actors.range_debug import RangeDebug
 from kvactors.actors.step_state import StepState
+from kvactors.core.calls import RangeCall
 from kvactors.core.clock import Clock
 from kvactors.core.config import EngineConfig
 from kvactors.core.events import DeviceEvent
 from kvactors.core.loads import StepLoads
 from kvactors.core.ranges import GroupRanges
-from kvactors.core.saves import RangeCall, StepSaves
+from kvactors.core.saves import StepSaves
 from kvactors.core.sessions import GetSession, PutSession, SessionTable
 from kvactors.core.stats import GroupStats
 from kvactors.messages import Job

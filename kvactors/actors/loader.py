@@ -8,11 +8,11 @@ from functools import partial
 
 from kvactors.actors.group_step import GroupContext, GroupStep, per_call
 from kvactors.actors.step_state import LayerTask, StepState
+from kvactors.core.calls import RangeCall
 from kvactors.core.events import DeviceEvent
 from kvactors.core.loads import StepLoads
 from kvactors.core.queue import Priority
 from kvactors.core.ranges import read_runs, whole_rows
-from kvactors.core.saves import RangeCall
 from kvactors.core.sessions import GetEvent, GetSession, GetState, Record
 from kvactors.core.steps import NULL_BLOCK
 from kvactors.core.store import Outcome
@@ -211,11 +211,11 @@ class Loader:
                 distance=layer,
                 event=event,
                 settled=partial(self._settled, gs, call, state.loads[layer]),
-                epoch=loads.epoch,
+                epoch=call.part.epoch,
                 kind=Kind.GET,
                 call=call,
                 object_bytes=c.ranges.object_bytes,
-                oldest_s=float(loads.opened_at[call.rows].min()),
+                oldest_s=call.part.oldest_s,
                 run=self._runs.get(layer, -1) if state.windowed else -1,
                 whole=bool(most_rows),
             )
@@ -254,7 +254,8 @@ class Loader:
         call = job.call
         gs.reads -= 1
         loads.returned(call, done.outcomes)
-        loads.opened_at[call.rows] = job.oldest_s
+        if job.oldest_s != call.part.oldest_s:
+            loads.renewed(call.part, job.oldest_s)
         if done.outcomes.count(Outcome.OK) == len(done.outcomes):
             return
         if Outcome.LOST in done.outcomes:

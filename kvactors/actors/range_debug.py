@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Sequence
 
-from kvactors.core.saves import RangeCall
+from kvactors.core.calls import RangeCall
 from kvactors.core.sessions import Owner
 from kvactors.log import get_logger
 

@@ -44,7 +44,8 @@ class Saver:
         if saves is None or message.layer not in c.ranges.layers:
             task.plan(c.group_id, 0)
             return
-        self.opens.stop_retrying(gs)
+        if gs.retries:
+            self.opens.stop_retrying(gs)
         if state.failed:
             saves.kill_where(state.failed, "a load of its request failed")
         calls = saves.signal(message.layer)
@@ -57,11 +58,11 @@ class Saver:
                 layer=message.layer,
                 event=message.event,
                 settled=partial(_uncount, task),
-                epoch=saves.epoch(call.rows),
+                epoch=call.part.epoch,
                 kind=Kind.PUT,
                 call=call,
                 object_bytes=c.ranges.object_bytes,
-                oldest_s=saves.oldest_s(call.rows),
+                oldest_s=call.part.oldest_s,
             )
             for call in calls
         ]

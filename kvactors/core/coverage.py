@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-Rows = npt.NDArray[np.intp]
+from kvactors.core.calls import Rows
 
 
 class Coverage:
@@ -20,7 +20,7 @@ class Coverage:
     def __init__(self, keys: int, pieces: int) -> None:
         self._done = np.zeros((keys, pieces), dtype=bool)
 
-    def add(self, rows: Rows, first_piece: int, last_piece: int) -> None:
+    def add(self, rows: slice | Rows, first_piece: int, last_piece: int) -> None:
         """Marks pieces [first_piece, last_piece) of the keys `rows` as put."""
         self._done[rows, first_piece:last_piece] = True
 

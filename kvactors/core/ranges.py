@@ -41,6 +41,22 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class CallShape:
+    """Pieces [first, last) of a layer, which go in one call for each of at most `most_keys` keys; arrays as in `LayerRanges`.
+
+    Shapes of a group that have the same strides, or sizes, share the array.
+    """
+
+    first: int
+    last: int
+    most_keys: int
+    bases: Addresses
+    strides: Addresses
+    sizes: Addresses
+    offsets: Addresses
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerRanges:
     """The pieces of one group on one layer: arrays of shape (pieces,).
 
@@ -49,6 +65,7 @@ class LayerRanges:
         bases: local address of each piece for block 0.
         strides: bytes between the pieces of two neighbouring local blocks.
         sizes, offsets: bytes, and place in the object.
+        shapes: together, every piece once.
     """
 
     layer: StageLayer
@@ -57,8 +74,7 @@ class LayerRanges:
     strides: Addresses
     sizes: Addresses
     offsets: Addresses
-    columns: tuple[tuple[int, int, int], ...]
-    """(first piece, last piece, most keys) of each call shape."""
+    shapes: tuple[CallShape, ...]
 
     @property
     def nbytes(self) -> int:
@@ -71,9 +87,9 @@ class LayerRanges:
     def cuts(self, rows: int) -> list[Cut]:
         """Store calls that together move every piece of this layer for `rows` keys, each within the limits."""
         return [
-            Cut(lo, min(lo + most, rows), col_lo, col_hi)
-            for col_lo, col_hi, most in self.columns
-            for lo in range(0, rows, most)
+            Cut(lo, min(lo + shape.most_keys, rows), shape.first, shape.last)
+            for shape in self.shapes
+            for lo in range(0, rows, shape.most_keys)
         ]
 
 
@@ -149,12 +165,20 @@ def group_ranges(layout: KVLayout, group_id: int, bases: Bases, config: EngineCo
             size = min(most, r.entry.nbytes - start)
             pieces.append((bases[where] + start, r.entry.stride, size, r.offset + start))
     layers: dict[int, LayerRanges] = {}
+    shared: dict[bytes, Addresses] = {}
     first = 0
     for layer, rows in by_layer.items():
         table = np.array(rows, dtype=np.int64)
         bases_of, strides, sizes, offsets = (np.ascontiguousarray(table[:, i]) for i in range(4))
-        columns = _columns(sizes, config, good_range_bytes)
-        layers[layer] = LayerRanges(StageLayer(layer), first, bases_of, strides, sizes, offsets, columns)
+
+        def share(column: Addresses) -> Addresses:
+            return shared.setdefault(column.tobytes(), column)
+
+        shapes = tuple(
+            CallShape(lo, hi, most, bases_of[lo:hi], share(strides[lo:hi]), share(sizes[lo:hi]), share(offsets[lo:hi]))
+            for lo, hi, most in _columns(sizes, config, good_range_bytes)
+        )
+        layers[layer] = LayerRanges(StageLayer(layer), first, bases_of, strides, sizes, offsets, shapes)
         first += len(rows)
     return GroupRanges(group_id, layout.object_bytes(group_id), first, layers, max(layers, default=-1))
 

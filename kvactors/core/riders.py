@@ -13,9 +13,9 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from kvactors.core.calls import RangeCall
 from kvactors.core.queue import Priority
 from kvactors.core.ranges import MAX_RANGES
-from kvactors.core.saves import RangeCall
 from kvactors.core.store import RangeBatch
 
 
@@ -102,4 +102,4 @@ def joined(calls: Sequence[RangeCall]) -> RangeCall:
         np.concatenate([b.sizes for b in batches]),
         np.concatenate([b.offsets for b in batches]),
     )
-    return RangeCall(first.layer, batch, first.rows, first.block_ids, first.first_piece, calls[-1].last_piece)
+    return RangeCall(first.layer, batch, first.part, first.first_piece, calls[-1].last_piece)

@@ -8,56 +8,15 @@ ended early, or whose request is tainted, is revoked as soon as no range call of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvactors.core.coverage import Coverage, Rows
+from kvactors.core.calls import Part, RangeCall, RowPlan
+from kvactors.core.coverage import Coverage
 from kvactors.core.ranges import GroupRanges
 from kvactors.core.sessions import PutSession, PutState
-from kvactors.core.store import Addresses, Outcome, RangeBatch
-
-
-@dataclass(slots=True, eq=False)
-class RangeCall:
-    """One store call to be made: `batch` moves the pieces [first_piece, last_piece) of the rows `rows`, whose local blocks are
-    `block_ids`."""
-
-    layer: int
-    batch: RangeBatch
-    rows: Rows
-    block_ids: Addresses
-    first_piece: int
-    last_piece: int
-
-
-def range_calls(
-    ranges: GroupRanges, layer: int, rows: Rows, keys: Sequence[str], block_ids: Addresses, most_rows: int = 0
-) -> list[RangeCall]:
-    """The store calls that move one layer's pieces for `rows` (indices into `keys` and `block_ids`, ascending).
-
-    Args:
-        most_rows: keys in one call; 0 = as many as its limits allow.
-    """
-    if most_rows and len(rows) > most_rows:
-        parts = [rows[lo : lo + most_rows] for lo in range(0, len(rows), most_rows)]
-        return [call for part in parts for call in range_calls(ranges, layer, part, keys, block_ids)]
-    of_layer = ranges.layers[layer]
-    calls: list[RangeCall] = []
-    for cut in of_layer.cuts(len(rows)):
-        part = rows[cut.row_lo : cut.row_hi]
-        first_row, end_row = int(part[0]), int(part[-1]) + 1
-        local = block_ids[part]
-        batch = RangeBatch(
-            keys[first_row:end_row] if end_row - first_row == len(part) else [keys[i] for i in part.tolist()],
-            of_layer.addresses(local, cut.col_lo, cut.col_hi),
-            of_layer.sizes[cut.col_lo : cut.col_hi],
-            of_layer.offsets[cut.col_lo : cut.col_hi],
-        )
-        first = of_layer.first_piece
-        calls.append(RangeCall(layer, batch, part, local, first + cut.col_lo, first + cut.col_hi))
-    return calls
+from kvactors.core.store import Addresses, Outcome
 
 
 class StepSaves:
@@ -73,6 +32,9 @@ class StepSaves:
         self._coverage = Coverage(0, ranges.pieces)
         self._alive = np.empty(0, dtype=bool)
         self._open = np.empty(0, dtype=bool)
+        self._open_count = 0
+        self._plan: RowPlan | None = None
+        """of the rows that are alive and open; None after one dropped out or came in"""
         self._inflight = np.empty(0, dtype=np.int32)
         self._opened_at: npt.NDArray[np.float64] = np.empty(0)
         self._epochs: Addresses = np.empty(0, dtype=np.int64)
@@ -92,6 +54,7 @@ class StepSaves:
         self._coverage.grow(more)
         self._alive = np.concatenate([self._alive, np.ones(more, dtype=bool)])
         self._open = np.concatenate([self._open, np.ones(more, dtype=bool)])
+        self._rows_changed()
         self._inflight = np.concatenate([self._inflight, np.zeros(more, dtype=np.int32)])
         self._opened_at = np.concatenate([self._opened_at, [s.opened_at for s in sessions]])
         self._epochs = np.concatenate([self._epochs, np.array([s.epoch for s in sessions], dtype=np.int64)])
@@ -109,26 +72,30 @@ class StepSaves:
         if layer in self.signalled or layer not in self.ranges.layers or self.ended:
             return []
         self.signalled.add(layer)
-        rows = np.flatnonzero(self._alive & self._open)
-        if not len(rows):
-            return []
-        calls = range_calls(self.ranges, layer, rows, self.keys, self.block_ids)
-        self._inflight[rows] += sum(1 for c in calls if c.rows[0] == rows[0])
+        plan = self._plan
+        if plan is None:
+            rows = np.flatnonzero(self._alive & self._open)
+            plan = self._plan = RowPlan(rows, self.keys, self.block_ids, self._note_age)
+        of_layer = self.ranges.layers[layer]
+        calls = plan.calls(of_layer)
+        for call in calls:
+            self._inflight[call.part.where] += 1
         return calls
 
-    def oldest_s(self, rows: Rows) -> float:
-        """When the first of these rows' sessions was opened."""
-        return float(self._opened_at[rows].min())
+    def _note_age(self, part: Part) -> None:
+        part.oldest_s = float(self._opened_at[part.where].min())
+        part.epoch = int(self._epochs[part.where].min())
 
-    def epoch(self, rows: Rows) -> int:
-        """The earliest life of the store's master under which one of these rows' sessions was opened."""
-        return int(self._epochs[rows].min())
+    def _rows_changed(self) -> None:
+        self._plan = None
+        self._open_count = int(np.count_nonzero(self._open))
 
     def returned(self, call: RangeCall, outcomes: Sequence[Outcome]) -> None:
         """A call came back: covers the pieces that went well, kills the keys of those that did not."""
-        self._inflight[call.rows] -= 1
+        where = call.part.where
+        self._inflight[where] -= 1
         if outcomes.count(Outcome.OK) == len(outcomes):
-            self._coverage.add(call.rows, call.first_piece, call.last_piece)
+            self._coverage.add(where, call.first_piece, call.last_piece)
             return
         bad = [i for i, o in enumerate(outcomes) if o is not Outcome.OK]
         good = np.ones(len(call.rows), dtype=bool)
@@ -140,6 +107,7 @@ class StepSaves:
     def kill(self, row: int, cause: str) -> None:
         """The key of `row` will be revoked; later layers skip it."""
         self._alive[row] = False
+        self._plan = None
         self._causes.setdefault(row, cause)
 
     def kill_where(self, unwanted: Mapping[str, int], cause: str) -> None:
@@ -168,10 +136,12 @@ class StepSaves:
         """The session of `row` reached its end by itself (a lost call): neither committed nor revoked here."""
         self._alive[row] = False
         self._open[row] = False
+        self._rows_changed()
 
     def close_all(self) -> None:
         self._alive[:] = False
         self._open[:] = False
+        self._rows_changed()
 
     @property
     def anything_due(self) -> bool:
@@ -192,13 +162,15 @@ class StepSaves:
             commit = [self.sessions[row] for row in rows[complete].tolist()]
             revoke += [(self.sessions[row], "not every byte was put") for row in rows[~complete].tolist()]
             done.extend(rows.tolist())
-        self._open[done] = False
+        if done:
+            self._open[done] = False
+            self._rows_changed()
         return commit, revoke
 
     @property
     def any_open(self) -> bool:
         """Whether a session is still `open`, so that neither commit nor revoke was asked for."""
-        return bool(self._open.any())
+        return self._open_count > 0
 
     @property
     def unsettled(self) -> bool:

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from kvactors.actors.audit import AuditedStore
 from kvactors.actors.pool import TransferPool, Worker
+from kvactors.core.calls import RowPlan
 from kvactors.core.config import EngineConfig
 from kvactors.core.layout import CacheEntry, Group, GroupKind, KVLayout
 from kvactors.core.observe import Span
 from kvactors.core.queue import Priority
 from kvactors.core.ranges import MAX_RANGES, GroupRanges, group_ranges
-from kvactors.core.saves import range_calls
 from kvactors.core.store import Outcome, RangeBatch, Store
 from kvactors.devices import MonotonicClock
 from kvactors.messages import JoinedTransfer, Kind, Transfer, TransferDone
@@ -124,7 +124,8 @@ class Desk:
         which = np.array(list(rows), dtype=np.intp)
         keys = [f"{group}/{step}/{row}" for row in range(8)]
         jobs = []
-        for call in range_calls(self.ranges[group], layer, which, keys, np.arange(8, dtype=np.int64) + 10 * step):
+        plan = RowPlan(which, keys, np.arange(8, dtype=np.int64) + 10 * step, lambda _: None)
+        for call in plan.calls(self.ranges[group].layers[layer]):
             job = Transfer(
                 reply=self.answered.append,
                 priority=priority,

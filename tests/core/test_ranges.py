@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvactors.core.calls import RowPlan
 from kvactors.core.config import EngineConfig
 from kvactors.core.coverage import Coverage
 from kvactors.core.layout import CacheEntry, Group, GroupKind, KVLayout
 from kvactors.core.ranges import MAX_RANGES, GroupRanges, group_ranges, most_keys, read_runs, whole_rows
-from kvactors.core.saves import range_calls
 from kvactors.errors import ConfigError, LayoutError
 
 entries = st.lists(st.integers(1, 300), min_size=1, max_size=5)
@@ -56,9 +56,10 @@ def test_calls_cover_every_key_once_within_the_limits(sizes: list[list[int]], co
     rows = np.arange(keys)
     coverage = Coverage(keys, ranges.pieces)
     moved = np.zeros((keys, ranges.pieces), dtype=int)
+    plan = RowPlan(rows, names, block_ids, lambda _: None)
     for layer in ranges.layers:
         assert not coverage.complete(rows).any()
-        for call in range_calls(ranges, layer, rows, names, block_ids):
+        for call in plan.calls(ranges.layers[layer]):
             n, width = len(call.rows), call.last_piece - call.first_piece
             at = [next((base, r) for base, r in reversed(places) if r.offset <= o) for o in call.batch.offsets.tolist()]
             wanted = [

@@ -271,14 +271,14 @@ def state_saved_at_entry(patch: Patch) -> None:
 
 @mutant("none")
 def fan_out_reaches_one_destination(patch: Patch) -> None:
-    real = core_loads.range_calls
+    real = core_loads.RowPlan
 
-    def range_calls(ranges: Any, layer: int, rows: Any, keys: Any, block_ids: Any) -> Any:
+    def plan(rows: Any, keys: Any, *rest: Any) -> Any:
         seen: set[str] = set()
         first = [i for i in rows.tolist() if not (keys[i] in seen or seen.add(keys[i]))]
-        return real(ranges, layer, np.asarray(first, dtype=np.intp), keys, block_ids)
+        return real(np.asarray(first, dtype=np.intp), keys, *rest)
 
-    patch.setattr(core_loads, "range_calls", range_calls)
+    patch.setattr(core_loads, "RowPlan", plan)
 
 
 @mutant("none")
