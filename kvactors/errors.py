@@ -55,6 +55,10 @@ class StoreError(KVActorsError):
     """The store refused an operation as a whole (per-key results are outcomes, not errors)."""
 
 
+class StoreCallError(StoreError):
+    """A store raised, or answered what its contract does not have; names it, the method, what was expected and what came."""
+
+
 class UnregisteredMemoryError(StoreError):
     """An address range was used that no `register` call covers."""
 

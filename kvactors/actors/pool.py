@@ -23,13 +23,14 @@ from typing import Any, NamedTuple, Protocol
 from kvactors.actors.actor import Post
 from kvactors.actors.audit import AuditedStore
 from kvactors.actors.latch import Latch
+from kvactors.core.answers import call_failed, reason
 from kvactors.core.clock import Clock
 from kvactors.core.config import EngineConfig
 from kvactors.core.observe import Observer, Span
 from kvactors.core.queue import LOADS_ONLY, Priority, TransferQueue
 from kvactors.core.riders import Riders
 from kvactors.core.store import Outcome, Store
-from kvactors.errors import StoreUnreachableError
+from kvactors.errors import StoreCallError, StoreUnreachableError
 from kvactors.log import get_logger
 from kvactors.messages import Ask, Close, Commit, Job, JoinedTransfer, Kind, Open, Revoke, StoreLost, Transfer, TransferDone
 
@@ -344,11 +345,11 @@ class TransferPool:
         except StoreUnreachableError as e:
             return [Outcome.UNREACHABLE] * count, e
         except BaseException as e:  # a worker outlives anything that a store raises
-            log.warning("store call raised", call=job.label, group=job.group_id, error=repr(e))
-            return [Outcome.CALL_FAILED] * count, e
-        if not isinstance(outcomes, list) or len(outcomes) != count or not set(map(type, outcomes)) <= {Outcome}:
-            error = TypeError(f"{job.label}: the store answered {outcomes!r:.200} for {count} keys; expected one Outcome each")
-            return [Outcome.CALL_FAILED] * count, error
+            log.warning("store call failed", call=job.label, group=job.group_id, error=reason(e))
+            return call_failed(e, count), e
+        if len(outcomes) != count:
+            error = StoreCallError(f"{job.label}: {len(outcomes)} answers for {count} keys")
+            return call_failed(error, count), error
         return outcomes, None
 
     def _dispatch(self, job: Job) -> list[Outcome]:

@@ -52,7 +52,7 @@ class Outcome(Enum):
     NOT_STARTED = "not started"
     """No worker was free before the deadline; the call was not made."""
     CALL_FAILED = "call failed"
-    """The store call raised, or answered with a list of the wrong length."""
+    """The store call raised, or answered what it may not; see `core/answers.py`, which also says which and what."""
     LOST = "call lost"
     """The call did not return before its deadline; it may still touch memory."""
     EVENT_LOST = "event lost"

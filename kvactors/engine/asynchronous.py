@@ -27,6 +27,7 @@ from kvactors.actors.step_state import StepState
 from kvactors.actors.threads import WorkerThreads
 from kvactors.actors.undertaker import Undertaker
 from kvactors.core.admission import hashes_problem
+from kvactors.core.answers import CheckedStore
 from kvactors.core.clock import Clock
 from kvactors.core.config import EngineConfig, seconds
 from kvactors.core.events import DeviceEvent, Devices
@@ -121,6 +122,7 @@ class Engine:
         executor: Executor | None = None,
     ) -> None:
         require_store(store)
+        store = CheckedStore(store)
         self.layout = layout
         self.tp_rank = tp_rank
         self.config = config = EngineConfig() if config is None else config

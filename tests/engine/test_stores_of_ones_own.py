@@ -1,15 +1,20 @@
-"""A store of one's own: what it lacks is said when the engine is made, not by every call."""
+"""A store of one's own: what it lacks is said when the engine is made, what it answers amiss is said where the call failed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from kvactors.core.store import STORE_NEEDS, Store, require_store
+from kvactors.actors import saver
+from kvactors.core.answers import CheckedStore, FailedCall, call_failed
+from kvactors.core.stats import cause_label
+from kvactors.core.store import STORE_NEEDS, Health, Outcome, Store, require_store
 from kvactors.engine import Engine
-from kvactors.errors import ConfigError
+from kvactors.errors import ConfigError, StoreCallError, StoreUnreachableError
 from kvactors.stores import FaultyStore, MemoryStore
+from tests.engine.rig import Rig, full_layout, hashes
 
 
 class Counting:
@@ -54,3 +59,135 @@ class CountingStore:
 
 def test_a_wrapper_is_a_store() -> None:
     require_store(CountingStore(MemoryStore()))
+
+
+# -- what it answers amiss ---------------------------------------------------------------------------------------------
+
+Answer = Callable[[Any], Any]
+
+
+class Odd:
+    """A right store but for one method, whose answer is changed after the call was made."""
+
+    def __init__(self, store: Any, method: str, answer: Answer) -> None:
+        self._store, self._method, self._answer = store, method, answer
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._store, name)
+        return (lambda *args: self._answer(real(*args))) if name == self._method else real
+
+
+def raises(error: BaseException) -> Answer:
+    def answer(_: Any) -> Any:
+        raise error
+
+    return answer
+
+
+CAME: dict[str, tuple[Answer, str]] = {
+    "a bool": (lambda _: True, "answered True for 3 keys"),
+    "nothing": (lambda _: None, "answered None for 3 keys"),
+    "a number": (lambda _: -800, "answered the number -800 for 3 keys"),
+    "an object": (lambda _: object(), "answered an object of type object for 3 keys"),
+    "one too few": (lambda right: right[:-1], "answered a list of 2 for 3 keys"),
+    "one too many": (lambda right: [*right, right[0]], "answered a list of 4 for 3 keys"),
+    "a tuple": (tuple, "answered a tuple of 3 for 3 keys"),
+    "text": (lambda right: [right[0], "ok", "ok"], "answered a list whose item 1 is the text 'ok' for 3 keys"),
+    "nothing inside": (lambda right: [None] * len(right), "answered a list whose item 0 is None for 3 keys"),
+    "an error": (raises(OSError(28, "no space left\non it")), "raised OSError: [Errno 28] no space left on it"),
+    "an error without words": (raises(KeyError()), "raised KeyError"),
+    "an end": (raises(SystemExit("over")), "raised SystemExit: over"),
+}
+"""What came, and how it is said."""
+
+METHODS = ("put_open", "put_ranges", "put_commit", "get_open", "get_ranges", "readable")
+
+
+async def played(method: str, answer: Answer) -> tuple[Rig, list[str], dict[str, str]]:
+    """Saves three blocks, loads them as another request; the rig, both stories, reasons of failed loads by request."""
+    rig = Rig(full_layout())
+    bases = {where: array.ctypes.data for where, array in rig.local.items()}
+    rig.engine = Engine(rig.layout, Odd(rig.store, method, answer), bases, rig.config)  # type: ignore[arg-type]
+    rig.engine.keep_stories()
+    async with rig:
+        await rig.save("a", hashes(3))
+        step, _ = await rig.run(rig.request("b", hashes(3), load={0: [0, 1, 2]}, first_id=9))
+        await rig.engine.drain()
+        assert rig.memory.stats()["open_puts"] == 0
+        told = [line for name in "ab" for line in rig.engine.story(name)]
+        return rig, told, {name: failure.reason for name, failure in step.failures.items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("came", CAME)
+async def test_what_was_expected_and_what_came_is_said_everywhere(
+    method: str, came: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer, said = CAME[came]
+    whole = f"store memory: {method} {said}"
+    rig, told, reasons = await played(method, answer)
+    logged = caplog.text.replace("\\\\n", " ")
+    assert whole in logged
+    assert any(whole in line for line in told), told
+    if method.startswith("get"):
+        assert whole in reasons["b"]
+    sessions = rig.engine.stats().sessions
+    assert sessions.open_now == 0
+    assert sessions.put_opened == sessions.put_committed + sessions.put_revoked
+    assert set(sessions.revoked_by) <= {"call failed", "preparation failed"}, "a label has no details"
+
+
+@pytest.mark.parametrize("method", ["get_close", "put_revoke"])
+@pytest.mark.parametrize("came", CAME)
+async def test_a_session_ends_although_its_end_is_not_answered(method: str, came: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A close is made again, and then the lease ends it; a revoke too, and then nobody uses the key."""
+    monkeypatch.setattr(saver, "REVOKE_RETRY_S", (0.0, 0.0, 0.0))
+    odd = Odd(
+        MemoryStore(), "put_ranges" if method == "put_revoke" else "none", lambda right: [Outcome.TRANSFER_FAILED] * len(right)
+    )
+    answer, _ = CAME[came]
+    rig = Rig(full_layout(), inner=odd)  # type: ignore[arg-type]
+    bases = {where: array.ctypes.data for where, array in rig.local.items()}
+    rig.engine = Engine(rig.layout, Odd(rig.store, method, answer), bases, rig.config)  # type: ignore[arg-type]
+    async with rig:
+        await rig.save("a", hashes(3))
+        if method == "get_close":
+            await rig.run(rig.request("b", hashes(3), load={0: [0, 1, 2]}, first_id=9))
+        await rig.engine.drain(5.0)
+        assert rig.engine.stats().sessions.open_now == 0
+
+
+def test_what_goes_through_as_it_is() -> None:
+    checked = CheckedStore(Odd(MemoryStore(), "readable", raises(StoreUnreachableError("no master"))))  # type: ignore[arg-type]
+    with pytest.raises(StoreUnreachableError, match=r"^no master$"):
+        checked.readable(["k"])
+    assert checked.health() == Health(True)
+    assert checked.lease_s == MemoryStore().lease_s
+    assert checked.stats()["open_puts"] == 0
+
+
+@pytest.mark.parametrize("answer", [True, None, "ok", {"ok": True}])
+def test_health_is_a_health(answer: Any) -> None:
+    checked = CheckedStore(Odd(MemoryStore(), "health", lambda _: answer))  # type: ignore[arg-type]
+    with pytest.raises(StoreCallError, match=r"^store memory: health answered .*; expected a Health$"):
+        checked.health()
+
+
+@pytest.mark.parametrize("answer", [[1], [Outcome.OK], [Outcome.NOT_FOUND], [-1]])
+def test_readable_answers_bools(answer: list[Any]) -> None:
+    """An Outcome, or a code of a client library, is true whatever it means: a block would count as saved that is not there."""
+    checked = CheckedStore(Odd(MemoryStore(), "readable", lambda _: answer))  # type: ignore[arg-type]
+    with pytest.raises(StoreCallError, match="readable answered a list whose item 0 is the"):
+        checked.readable(["k"])
+
+
+def test_a_failed_call_with_its_reason_is_that_outcome() -> None:
+    (failed,) = call_failed(ValueError("x"), 1)
+    others = [outcome for outcome in Outcome if outcome is not Outcome.CALL_FAILED]
+    assert failed in [Outcome.CALL_FAILED]
+    assert Outcome.CALL_FAILED in [failed]
+    assert failed in {Outcome.CALL_FAILED}
+    assert not any(failed == other or other == failed for other in others)
+    assert ([failed].count(Outcome.OK), failed.ok, failed.value) == (0, False, "call failed: ValueError: x")
+    assert cause_label(f"layer 3: {failed.value}") == "call failed"
+    assert len(FailedCall("x" * 300).value) <= 320

@@ -1,0 +1,163 @@
+"""Whether a store answers as its contract says, and what becomes of a call that it does not answer so.
+
+Anybody may write a store. What one answers is looked at here, once, before anything else sees it: then nothing has to ask what
+`True` means in the place of a list, and whoever wrote it is told which method answered what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from kvactors.core.store import Health, Outcome, RangeBatch, Store
+from kvactors.errors import StoreCallError, StoreUnreachableError
+
+T = TypeVar("T")
+
+MOST_CHARACTERS = 300
+"""Of a reason: it stands in the story of every block of the call."""
+
+_OUTCOMES: frozenset[type] = frozenset({Outcome})
+_BOOLS: frozenset[type] = frozenset({bool, np.bool_})
+
+
+class CheckedStore:
+    """Delegates every call to `store`.
+
+    Raises:
+        StoreCallError: a call raised, or answered what it may not; names the store, the method, what was expected, what came.
+        StoreUnreachableError: the store raised it.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.name, self.lease_s, self.put_safe_age_s = store.name, store.lease_s, store.put_safe_age_s
+        self.good_range_bytes: int = getattr(store, "good_range_bytes", 0)
+        self.reads_whole_objects: bool = getattr(store, "reads_whole_objects", False)
+
+    def put_open(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Outcome]:
+        return self._list("put_open", len(keys), _OUTCOMES, self._store.put_open, keys, sizes)
+
+    def put_ranges(self, batch: RangeBatch) -> list[Outcome]:
+        return self._list("put_ranges", len(batch.keys), _OUTCOMES, self._store.put_ranges, batch)
+
+    def put_commit(self, keys: Sequence[str]) -> list[Outcome]:
+        return self._list("put_commit", len(keys), _OUTCOMES, self._store.put_commit, keys)
+
+    def put_revoke(self, keys: Sequence[str]) -> list[Outcome]:
+        return self._list("put_revoke", len(keys), _OUTCOMES, self._store.put_revoke, keys)
+
+    def get_open(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Outcome]:
+        return self._list("get_open", len(keys), _OUTCOMES, self._store.get_open, keys, sizes)
+
+    def get_ranges(self, batch: RangeBatch) -> list[Outcome]:
+        return self._list("get_ranges", len(batch.keys), _OUTCOMES, self._store.get_ranges, batch)
+
+    def get_close(self, keys: Sequence[str]) -> list[Outcome]:
+        return self._list("get_close", len(keys), _OUTCOMES, self._store.get_close, keys)
+
+    def readable(self, keys: Sequence[str]) -> list[bool]:
+        return self._list("readable", len(keys), _BOOLS, self._store.readable, keys)
+
+    def health(self) -> Health:
+        answer = self._made("health", self._store.health)
+        if not isinstance(answer, Health):
+            raise StoreCallError(f"store {self._called}: health answered {_shown(answer)}; expected a Health")
+        return answer
+
+    def register(self, address: int, nbytes: int) -> None:
+        self._store.register(address, nbytes)
+
+    def unregister(self, address: int) -> None:
+        self._store.unregister(address)
+
+    def stats(self) -> Mapping[str, Any]:
+        return self._store.stats()
+
+    def close(self) -> None:
+        self._store.close()
+
+    @property
+    def _called(self) -> str:
+        return f"{self.name}"[:60]
+
+    def _made(self, method: str, call: Callable[..., T], *args: Any) -> T:
+        try:
+            return call(*args)
+        except StoreUnreachableError:
+            raise
+        except BaseException as error:  # a worker outlives anything that a store raises
+            raise StoreCallError(f"store {self._called}: {method} raised {said(error)}") from error
+
+    def _list(self, method: str, keys: int, kinds: Collection[type], call: Callable[..., list[T]], *args: Any) -> list[T]:
+        answers = self._made(method, call, *args)
+        if type(answers) is list and len(answers) == keys and set(map(type, answers)) <= kinds:  # type: ignore[operator]
+            return answers
+        one_each = f"expected a list with one {'bool' if kinds is _BOOLS else 'Outcome'} for each key"
+        if type(answers) is not list:
+            came = _shown(answers)
+        elif len(answers) != keys:
+            came = f"a list of {len(answers)}"
+        else:
+            at = next(i for i, answer in enumerate(answers) if type(answer) not in kinds)
+            came = f"a list whose item {at} is {_shown(answers[at])}"
+        raise StoreCallError(f"store {self._called}: {method} answered {came} for {keys} key{'s'[: keys != 1]}; {one_each}")
+
+
+class FailedCall:
+    """`Outcome.CALL_FAILED` with its reason: equal to it, and only who prints `value` sees more."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, why: str) -> None:
+        self.value = f"{Outcome.CALL_FAILED.value}: {why}"
+
+    def __eq__(self, other: object) -> bool:
+        return other is Outcome.CALL_FAILED or isinstance(other, FailedCall)
+
+    def __hash__(self) -> int:
+        return hash(Outcome.CALL_FAILED)
+
+    def __repr__(self) -> str:
+        return f"<{self.value}>"
+
+    @property
+    def ok(self) -> bool:
+        return False
+
+
+def call_failed(error: BaseException, keys: int) -> list[Outcome]:
+    """The outcomes of a call that raised: `CALL_FAILED` for every key, whose `value` says why."""
+    return [cast(Outcome, FailedCall(reason(error)))] * keys
+
+
+def reason(error: BaseException) -> str:
+    """Why a call failed, as a line."""
+    return (str(error) if isinstance(error, StoreCallError) else said(error))[:MOST_CHARACTERS]
+
+
+def said(error: BaseException) -> str:
+    """An exception as a line: its type, and what it says."""
+    text = " ".join(f"{error}".split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _shown(answer: object) -> str:
+    """What came, in words: nothing of it is printed that could be long."""
+    match answer:
+        case None | bool():
+            return f"{answer}"
+        case Outcome():
+            return f"the Outcome {answer.name}"
+        case int() | float():
+            return f"the number {answer}"
+        case str():
+            return f"the text {answer[:40]!r}"
+        case list() | tuple() | set() | dict():
+            return f"a {type(answer).__name__} of {len(answer)}"
+        case BaseException():
+            return f"the exception {said(answer)}"
+        case _:
+            return f"an object of type {type(answer).__name__}"
