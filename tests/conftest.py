@@ -12,7 +12,7 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-OTHER_MARKERS = {"mooncake", "vllm", "sim", "bench", "npu", "cuda", "browser", "release", "docs"}
+OTHER_MARKERS = {"mooncake", "vllm", "sim", "bench", "npu", "cuda", "browser", "prometheus", "release", "docs"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
