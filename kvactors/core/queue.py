@@ -24,6 +24,7 @@ class Priority(IntEnum):
 
 
 LOADS_ONLY = (Priority.DEMANDED, Priority.PREFETCH)
+EVERY = tuple(Priority)
 
 
 class Queueable(Protocol):
@@ -56,7 +57,9 @@ class TransferQueue(Generic[J]):
 
     def pop(self, loads_only: bool) -> J | None:
         """The next job for a general worker, or for one that takes loads only."""
-        for priority in LOADS_ONLY if loads_only else Priority:
+        if not self._count:
+            return None
+        for priority in LOADS_ONLY if loads_only else EVERY:
             if priority is Priority.PREFETCH:
                 if self._prefetch:
                     return self._pop_prefetch()

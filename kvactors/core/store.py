@@ -81,7 +81,7 @@ class RangeBatch:
 
     @property
     def nbytes_per_key(self) -> int:
-        return int(self.sizes.sum())
+        return sum(self.sizes.tolist())  # faster than numpy's for a few
 
 
 @dataclass(frozen=True, slots=True)

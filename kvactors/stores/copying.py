@@ -135,6 +135,9 @@ def copy_table(bases: Addresses, offsets: Addresses, addresses: Addresses, sizes
         sizes: int64 (r,), bytes.
         into_objects: True copies local memory into the objects (put), False the other way (get).
     """
+    if addresses.size < _RUN_MIN_ROWS:
+        _copy_few(bases, offsets, addresses, sizes, into_objects)
+        return
     different = dict.fromkeys(sizes.tolist())
     for size in different:
         # Range by range, so that neighbouring objects or blocks make runs.
@@ -147,3 +150,15 @@ def copy_table(bases: Addresses, offsets: Addresses, addresses: Addresses, sizes
             copy_rows(objects.ravel(), local.ravel(), size)
         else:
             copy_rows(local.ravel(), objects.ravel(), size)
+
+
+def _copy_few(bases: Addresses, offsets: Addresses, addresses: Addresses, sizes: Addresses, into_objects: bool) -> None:
+    """`copy_table` range by range: for a few, this takes less than to make arrays of addresses."""
+    shape = list(zip(offsets.tolist(), sizes.tolist(), strict=True))
+    for base, row in zip(bases.tolist(), addresses.tolist(), strict=True):
+        for address, (offset, size) in zip(row, shape, strict=True):
+            stored, local = view(base + offset, size), view(address, size)
+            if into_objects:
+                stored[...] = local
+            else:
+                local[...] = stored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import add
 
 import numpy as np
 
@@ -46,7 +47,7 @@ class RangeCall:
         sizes_list, offsets_list = sizes.tolist(), offsets.tolist()
         if n == 0 or min(sizes_list) < 1 or min(offsets_list) < 0:
             return
-        reach = max(offset + size for offset, size in zip(offsets_list, sizes_list, strict=True))
+        reach = max(map(add, offsets_list, sizes_list))
         if reach > HIGHEST:  # also keeps the arithmetic on arrays from overflowing
             return
         addresses: Addresses = batch.addresses if n == len(self.answers) else batch.addresses[np.asarray(self.rows)]

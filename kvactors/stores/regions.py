@@ -12,6 +12,10 @@ from kvactors.errors import StoreError, UnregisteredMemoryError
 from kvactors.stores.copying import HIGHEST, LOWEST
 
 
+_FEW = 8
+"""Addresses up to which Python's own arithmetic is faster than numpy's."""
+
+
 class Regions:
     """Which address ranges are registered.
 
@@ -68,6 +72,8 @@ class Regions:
     def cover(self, addresses: Addresses, sizes: Addresses) -> npt.NDArray[np.bool_]:
         """For addresses (n, r) and sizes (r,), bytes: for which of the n rows every range lies in registered memory."""
         ends = self._ends
+        if addresses.size <= _FEW:
+            return np.array([self._covers(row, sizes.tolist()) for row in addresses.tolist()], np.bool_)
         if len(ends) == 2:
             good = (addresses >= self._starts[1]) & (addresses <= ends[1] - sizes)
         elif self._cover_all(addresses, sizes):
@@ -77,6 +83,10 @@ class Regions:
             # An address below -1 has at == -1, the last region, which it cannot be in.
             good = (addresses >= self._starts[at]) & (addresses <= ends[at] - sizes)
         return np.asarray(good.all(axis=1))
+
+    def _covers(self, addresses: list[int], sizes: list[int]) -> bool:
+        starts, ends = self._bounds
+        return all(a >= 0 and a + n <= ends[bisect_right(starts, a) - 1] for a, n in zip(addresses, sizes, strict=True))
 
     def _cover_all(self, addresses: Addresses, sizes: Addresses) -> bool:
         """Whether each column lies in one region: the usual case, answered without `searchsorted`, which gives the GIL away
