@@ -1,4 +1,4 @@
-"""The tables of the design pages are those of the code, and what they name is there."""
+"""Tables of the pages that say how it is built and run are those of the code, and what they name is there."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvactors import messages
 from kvactors.actors import group, put_opens
 from kvactors.core.sessions import GET_TRANSITIONS, PUT_TRANSITIONS
 from kvactors.disagg.states import PEER_TRANSITIONS, PULL_TRANSITIONS, RECEIVE_TRANSITIONS, SEND_TRANSITIONS
+from tests.core.test_purity import ANY, ROOMS
 from tests.docs.blocks import ROOT
 from tests.sim.mutants import MUTANTS
 
@@ -72,6 +73,28 @@ def causes(events: str) -> Iterator[tuple[str, str]]:
         text = path.read_text().partition("class SessionTable")[2] if path.name == "sessions.py" else path.read_text()
         for name in set(re.findall(rf"\b{events}\.([A-Z_]+)\b", text)):
             yield kinds[name].value, path.name
+
+
+def test_the_rooms_of_the_architecture_are_those_that_are_enforced() -> None:
+    table = list(rows((ROOT / "docs/architecture.md").read_text(), "room | "))
+    shown = {
+        room.removesuffix("/").removesuffix(".py"): ANY
+        if may == "anything"
+        else frozenset(re.findall(r"\w+", may)) & set(ROOMS)
+        for names, _, may in table
+        for room in re.findall(r"`([\w./]+)`", names)
+    }
+    everywhere = {"errors", "log", "__init__", "__main__"}
+    assert shown == {
+        room: may if may is ANY else may - everywhere - {room} for room, may in ROOMS.items() if room not in everywhere
+    }
+
+
+def test_the_environment_variables_are_those_that_are_read() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "kvactors").rglob("*.py"))
+    read = set(re.findall(r"\bKVACTORS_[A-Z_]+\b", sources))
+    shown = {row[0].strip("`") for row in rows((ROOT / "docs/operating.md").read_text(), "variable")}
+    assert shown == read | {"MOONCAKE_CONFIG_PATH"}
 
 
 PARTS = dict(re.findall(r"^## (I\d+) [^\n]*\n(.*?)(?=^## |\Z)", INVARIANTS, re.MULTILINE | re.DOTALL))
