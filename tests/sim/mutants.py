@@ -22,9 +22,9 @@ from kvactors.actors.saver import Saver
 from kvactors.actors.step_state import LayerTask, StepState
 from kvactors.actors.undertaker import Undertaker
 from kvactors.core import loads as core_loads
+from kvactors.core.calls import RowPlan
 from kvactors.core.coverage import Coverage
 from kvactors.core.loads import StepLoads
-from kvactors.core.ranges import LayerRanges
 from kvactors.core.reachability import Reachability
 from kvactors.core.riders import Riders
 from kvactors.core.saves import StepSaves
@@ -313,12 +313,8 @@ def checkpoint_ignores_its_limit(patch: Patch) -> None:
 
 @mutant("none")
 def batches_beyond_their_limit(patch: Patch) -> None:
-    real = LayerRanges.cuts
-
-    def cuts(self: Any, rows: int) -> Any:
-        return [cut._replace(row_hi=rows) for cut in real(self, rows) if cut.row_lo == 0]
-
-    patch.setattr(LayerRanges, "cuts", cuts)
+    real = RowPlan._cut
+    patch.setattr(RowPlan, "_cut", lambda self, most: real(self, max(most, 1 << 20)))
 
 
 @mutant("lost-master")
