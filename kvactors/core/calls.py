@@ -24,7 +24,7 @@ class Part:
     Attributes:
         rows: their numbers.
         where: the same as an index into an array of all rows: a slice where they follow on each other.
-        keys, block_ids: of each row.
+        keys, block_ids: of each row. The keys are one tuple for all layers, by which a store may know them again.
         oldest_s: when the oldest of their sessions was opened.
         epoch: the earliest life of the store's master under which one of them was opened.
     """
@@ -36,7 +36,7 @@ class Part:
         dense = end - first == len(rows)
         self.rows = rows
         self.where: slice | Rows = slice(first, end) if dense else rows
-        self.keys = keys[first:end] if dense else [keys[i] for i in rows.tolist()]
+        self.keys = tuple(keys[first:end]) if dense else tuple([keys[i] for i in rows.tolist()])
         self.block_ids = block_ids[self.where]
         self.oldest_s = 0.0
         self.epoch = -1

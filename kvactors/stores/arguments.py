@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvactors.core.store import RangeBatch
+from kvactors.core.store import Addresses, RangeBatch
 from kvactors.errors import StoreError
 
 
@@ -26,14 +26,14 @@ def paired(keys: Sequence[str], sizes: Iterable[int]) -> list[int]:
     return nbytes
 
 
-_ARRAY, _INT64 = np.ndarray, np.dtype(np.int64)
+_ARRAY: type[npt.NDArray[Any]] = np.ndarray
+_INT64 = np.dtype(np.int64)
 
 
-def _well_shaped(addresses: object, sizes: object, offsets: object, keys: int) -> bool:
+def _well_shaped(addresses: Addresses, sizes: Addresses, offsets: Addresses, keys: int) -> bool:
     """The usual case, told in a microsecond."""
-    if not type(addresses) is type(sizes) is type(offsets) is _ARRAY:
+    if type(addresses) is not _ARRAY or type(sizes) is not _ARRAY or type(offsets) is not _ARRAY:
         return False
-    assert isinstance(addresses, _ARRAY) and isinstance(sizes, _ARRAY) and isinstance(offsets, _ARRAY)
     shape = sizes.shape
     same = offsets.shape == shape and addresses.shape == (keys, *shape) and len(shape) == 1
     return same and addresses.dtype is _INT64 and sizes.dtype is _INT64 and offsets.dtype is _INT64

@@ -11,15 +11,17 @@ answers instead: a superseded or removed object is pinned while a range is in fl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from kvactors.core.clock import Clock
 from kvactors.core.store import Health, Outcome, RangeBatch
 from kvactors.errors import ConfigError, StoreError
 from kvactors.stores.arguments import check_shapes, paired
-from kvactors.stores.pool import MemoryPool, PutSessions, State, StoredObject
-from kvactors.stores.ranges import RangeCall, Reading
+from kvactors.stores.pool import MemoryPool, PutSessions, State, StoredObject, Use
+from kvactors.stores.ranges import RangeCall, Reading, ReadingUse, RecentUses
 from kvactors.stores.regions import Regions
+
+U = TypeVar("U", bound=Use)
 
 _WAS_CLOSED = "the memory store was closed"
 
@@ -74,7 +76,11 @@ class MemoryStore:
         self._regions = Regions()
         self._puts: PutSessions = {}
         self._gets: dict[str, Reading] = {}
-        self._calls: set[RangeCall] = set()
+        self._calls: set[RangeCall[Any]] = set()
+        self._put_uses: RecentUses[Use] = RecentUses()
+        self._get_uses: RecentUses[ReadingUse] = RecentUses()
+        self._closings = 0
+        """Grows whenever a get session ends or is opened for another life of its key."""
         self._count = dict.fromkeys(("reads", "writes", "read_bytes", "written_bytes"), 0)
         if self._clients is not None:
             self._clients.append(self)
@@ -195,6 +201,7 @@ class MemoryStore:
                         continue
                     reading = self._gets.get(key)
                     if reading is None or reading.found is not found:
+                        self._closings += reading is not None
                         self._gets[key] = Reading(found, found.lease_until)
                     else:
                         reading.until = found.lease_until
@@ -223,6 +230,7 @@ class MemoryStore:
             self._enter()
             for key in keys:
                 self._gets.pop(key, None)
+            self._closings += 1
             return [Outcome.OK] * len(keys)
 
     def readable(self, keys: Sequence[str]) -> list[bool]:
@@ -322,6 +330,8 @@ class MemoryStore:
             while self._calls:
                 self.pool.wait()
             self._puts, self._gets, self._regions = {}, {}, Regions()
+            self._put_uses.clear()
+            self._get_uses.clear()
             if self._clients is not None:
                 self._clients.remove(self)
                 if not self._clients:
@@ -339,86 +349,100 @@ class MemoryStore:
         self.pool.reap(now)
         return now
 
-    def _begin_put(self, batch: RangeBatch) -> RangeCall:
+    def _begin_put(self, batch: RangeBatch) -> RangeCall[Use]:
         check_shapes(batch)
         keys = batch.keys
         with self.pool.changed:
             self._enter()
-            call = RangeCall(batch, self._regions)
-            held, open_ = self._puts.get, State.OPEN  # reading a member of an enum is slow
-            used = [one for one in map(held, keys) if one is not None and one.state is open_]
+            changes = self.pool.changes
+            use = self._put_uses.find(keys, changes)
             rows: Sequence[int] = range(len(keys))
-            again = len(set(keys)) < len(keys)
-            if again or len(used) < len(keys):
-                named = [(row, held(key)) for row, key in enumerate(keys) if not again or key not in keys[:row]]
-                found = [(row, one) for row, one in named if one is not None and one.state is open_]
-                rows, used = [row for row, _ in found], [one for _, one in found]
-            if len(batch.sizes) == 0:
-                for row in rows:
-                    call.answers[row] = Outcome.NO_REPLICA
-            else:
-                call.pin(rows, used)
-            self._calls.add(call)
-        return call
+            if use is None:
+                held, open_ = self._puts.get, State.OPEN  # reading a member of an enum is slow
+                used = [one for one in map(held, keys) if one is not None and one.state is open_]
+                again = len(set(keys)) < len(keys)
+                if again or len(used) < len(keys):
+                    named = [(row, held(key)) for row, key in enumerate(keys) if not again or key not in keys[:row]]
+                    found = [(row, one) for row, one in named if one is not None and one.state is open_]
+                    rows, used = [row for row, _ in found], [one for _, one in found]
+                use = Use(used)
+                if len(used) == len(keys):
+                    self._put_uses.keep(keys, changes, use)
+            return self._begin_call(batch, use, rows, Outcome.NO_REPLICA)
 
-    def _begin_get(self, batch: RangeBatch) -> RangeCall:
+    def _begin_get(self, batch: RangeBatch) -> RangeCall[ReadingUse]:
         check_shapes(batch)
+        keys = batch.keys
         with self.pool.changed:
             now = self._enter()
-            call = RangeCall(batch, self._regions)
-            held, committed = map(self._gets.get, batch.keys), State.COMMITTED
-            readings = [one for one in held if one is not None and now < one.until and one.found.state is committed]
-            rows: Sequence[int] = range(len(readings))
-            if len(readings) < len(batch.keys):
-                rows = self._answer_unread(call, now)
-            if len(batch.sizes) == 0:
-                for row in rows:
-                    call.answers[row] = Outcome.OK
-            else:
-                call.readings = readings
-                call.pin(rows, [reading.found for reading in readings])
-            self._calls.add(call)
+            changes = self.pool.changes + self._closings
+            use = self._get_uses.find(keys, changes)
+            rows: Sequence[int] = range(len(keys))
+            ended: dict[int, Outcome] = {}
+            if use is None or now >= use.until:
+                held, committed = map(self._gets.get, keys), State.COMMITTED
+                readings = [one for one in held if one is not None and now < one.until and one.found.state is committed]
+                if len(readings) < len(keys):
+                    rows, ended = self._split_unread(keys, now)
+                use = ReadingUse(readings)
+                if len(readings) == len(keys):
+                    self._get_uses.keep(keys, changes, use)
+            call = self._begin_call(batch, use, rows, Outcome.OK)
+            for row, answer in ended.items():
+                call.answers[row] = answer
+            return call
+
+    def _begin_call(self, batch: RangeBatch, use: U, rows: Sequence[int], without_ranges: Outcome) -> RangeCall[U]:
+        """Pins what the call uses; a call without ranges is answered at once, and uses nothing."""
+        if len(batch.sizes) == 0:
+            call = RangeCall(batch, self._regions, use, ())
+            for row in rows:
+                call.answers[row] = without_ranges
+        else:
+            call = RangeCall(batch, self._regions, use, rows)
+        self.pool.begin_call(use)
+        self._calls.add(call)
         return call
 
-    def _answer_unread(self, call: RangeCall, now: float) -> list[int]:
-        """Answers for the rows whose session has ended; the others, in order."""
+    def _split_unread(self, keys: Sequence[str], now: float) -> tuple[list[int], dict[int, Outcome]]:
+        """The rows whose session may be read, and answers for those whose session has ended."""
         rows: list[int] = []
-        ended: list[str] = []
-        for row, key in enumerate(call.batch.keys):
+        answers: dict[int, Outcome] = {}
+        for row, key in enumerate(keys):
             reading = self._gets.get(key)
             if reading is None:
                 continue
             if now >= reading.until:
-                call.answers[row] = Outcome.LEASE_EXPIRED
-                ended.append(key)
+                answers[row] = Outcome.LEASE_EXPIRED
             elif reading.found.state is not State.COMMITTED:
-                call.answers[row] = Outcome.NOT_FOUND
-                ended.append(key)
+                answers[row] = Outcome.NOT_FOUND
             else:
                 rows.append(row)
-        for key in ended:
-            self._gets.pop(key, None)
-        return rows
+        for row in answers:
+            self._gets.pop(keys[row], None)
+        self._closings += len(answers)
+        return rows, answers
 
-    def _judge_reads(self, call: RangeCall) -> None:
+    def _judge_reads(self, call: RangeCall[ReadingUse]) -> None:
         """The lease once more, after the copy: late bytes are never reported OK."""
         now = self.pool.clock.now()
-        if not [reading for reading in call.readings if now >= reading.until]:
+        if now < call.use.until:
             return
-        for row, reading in zip(call.rows, call.readings, strict=True):
+        for row, reading in zip(call.rows, call.use.readings, strict=bool(call.rows)):
             if now >= reading.until:
                 if call.answers[row] is Outcome.OK:
                     call.answers[row] = Outcome.LEASE_EXPIRED
                 key = call.batch.keys[row]
                 if self._gets.get(key) is reading:
                     del self._gets[key]
+                    self._closings += 1
 
-    def _end_call(self, call: RangeCall, count: str, count_bytes: str) -> None:
+    def _end_call(self, call: RangeCall[Any], count: str, count_bytes: str) -> None:
         moved = call.answers.count(Outcome.OK)
         self._count[count] += moved
         self._count[count_bytes] += moved * call.batch.nbytes_per_key
         self._calls.discard(call)
-        self.pool.end_ranges(call.used)
+        self.pool.end_call(call.use)
 
     def _end_puts(self, keys: Sequence[str], *, commit: bool) -> list[Outcome]:
         different = list(dict.fromkeys(keys))
@@ -433,13 +457,13 @@ class MemoryStore:
             for i, key in enumerate(keys):
                 held = self._puts.get(key)
                 if held is not None and held.state is State.OPEN:
-                    held.state = State.ENDING
+                    pool.begin_end(held)
                     ending.append((i, held))
                 elif held is not None and held.state is State.SUPERSEDED and not commit:
                     pool.end_session(held)
                     answers[i] = Outcome.NOT_OWNER
             try:
-                while any(held.in_flight for _, held in ending):
+                while any(pool.busy(held) for _, held in ending):
                     pool.wait()
                     self._check_open()
             except BaseException:

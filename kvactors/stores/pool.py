@@ -2,7 +2,7 @@
 
 A pool knows objects, their states, leases and memory; a client (`MemoryStore`) knows its own sessions. Everything here is
 called with `pool.changed` (one lock and its condition) held and does metadata only: bytes are copied outside the lock, with the
-objects pinned by `in_flight`.
+objects pinned by a `Use`.
 
 States of an object, and what moves it (docs/design/store-contract.md has the answers that clients get):
 
@@ -21,10 +21,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import Enum
 
+import numpy as np
+
 from kvactors.core.clock import Clock
+from kvactors.core.store import Addresses
 from kvactors.errors import ConfigError
 from kvactors.stores.arena import Arena, Extents
 from kvactors.stores.sizes import parse_size
@@ -41,20 +44,48 @@ class State(Enum):
 class StoredObject:
     """One life of a key: from `put_open` to the day its memory is free."""
 
-    __slots__ = ("base", "extents", "in_flight", "key", "lease_until", "nbytes", "opened_at", "owner", "state", "touched")
+    __slots__ = ("base", "extents", "key", "lease_until", "nbytes", "opened_at", "owner", "state", "touched")
 
     def __init__(self, key: str, nbytes: int, extents: Extents, owner: PutSessions, opened_at: float) -> None:
         self.key, self.nbytes, self.extents, self.owner, self.opened_at = key, nbytes, extents, owner, opened_at
         self.base = extents[0][0] if len(extents) == 1 else 0
         """Address of the first byte; 0 = the object is not in one piece."""
         self.state = State.OPEN
-        self.in_flight = 0
-        """Range calls that use the memory now."""
         self.lease_until = float("-inf")
         self.touched = 0
 
     def __repr__(self) -> str:
-        return f"<StoredObject {self.key!r} {self.state.value} {self.nbytes} bytes, {self.in_flight} in flight>"
+        return f"<StoredObject {self.key!r} {self.state.value} {self.nbytes} bytes>"
+
+
+class Use:
+    """Objects that a range call uses, and maybe further calls that name the same keys.
+
+    Attributes:
+        objects: in the order of the keys; a get may use one more than once.
+        bases: int64 (n,), address of each object's first byte; 0 = not in one piece.
+        whole: whether each is in one piece.
+        least_bytes: size of the smallest.
+        calls: under way now. While there is one, the memory of no object here is freed.
+        orphaned: an object was removed meanwhile, and its memory goes with the last call.
+    """
+
+    __slots__ = ("_members", "bases", "calls", "least_bytes", "objects", "orphaned", "whole")
+
+    def __init__(self, objects: list[StoredObject]) -> None:
+        bases = [one.base for one in objects]
+        self.objects = objects
+        self.bases: Addresses = np.fromiter(bases, np.int64, len(bases))
+        self.whole = 0 not in bases
+        self.least_bytes = min([one.nbytes for one in objects], default=0)
+        self.calls = 0
+        self.orphaned = False
+        self._members: frozenset[StoredObject] | None = None
+
+    def __contains__(self, one: StoredObject) -> bool:
+        if self._members is None:
+            self._members = frozenset(self.objects)
+        return one in self._members
 
 
 PutSessions = dict[str, StoredObject]
@@ -123,6 +154,10 @@ class MemoryPool:
         self._plain: OrderedDict[str, StoredObject] = OrderedDict()
         self._leased: OrderedDict[str, StoredObject] = OrderedDict()
         self._touches = 0
+        self._in_use: list[Use] = []
+        """Those of the range calls under way."""
+        self.changes = 0
+        """Grows whenever an object stops being what its sessions were opened for."""
 
     def __repr__(self) -> str:
         limit = "no limit" if self.capacity is None else f"of {self.capacity}"
@@ -152,6 +187,7 @@ class MemoryPool:
         held = self._objects.get(key)
         if held is not None:
             held.state = State.SUPERSEDED
+            self.changes += 1
             self._wake()
         self._objects[key] = owner[key] = made
         self._uncommitted[made] = None
@@ -185,7 +221,11 @@ class MemoryPool:
             self._plain.pop(gone.key, None)
             self._leased.pop(gone.key, None)
         gone.state = State.REMOVED
-        if gone.in_flight == 0:
+        self.changes += 1
+        users = [use for use in self._in_use if gone in use]
+        for use in users:
+            use.orphaned = True
+        if not users:
             self._free(gone)
         self._wake()
 
@@ -194,14 +234,32 @@ class MemoryPool:
         if held.owner.get(held.key) is held:
             del held.owner[held.key]
 
-    def end_ranges(self, used: Sequence[StoredObject]) -> None:
-        """Range calls returned: unpin, free what was removed meanwhile, wake who waits for it."""
-        removed = State.REMOVED
-        for one in used:
-            one.in_flight -= 1
-            if one.state is removed and one.in_flight == 0:
-                self._free(one)
+    def begin_call(self, use: Use) -> None:
+        """A range call begins: pins its objects."""
+        if not use.calls:
+            self._in_use.append(use)
+        use.calls += 1
+
+    def end_call(self, use: Use) -> None:
+        """A range call returned: unpins, frees what was removed meanwhile, wakes who waits for it."""
+        use.calls -= 1
+        if not use.calls:
+            self._in_use.remove(use)
+            if use.orphaned:
+                use.orphaned = False
+                for one in dict.fromkeys(use.objects):
+                    if one.state is State.REMOVED and not self.busy(one):
+                        self._free(one)
         self._wake()
+
+    def busy(self, one: StoredObject) -> bool:
+        """Whether a range call uses the object's memory now."""
+        return any(one in use for use in self._in_use)
+
+    def begin_end(self, held: StoredObject) -> None:
+        """A put's session ends, once its ranges in flight have: it takes no more."""
+        held.state = State.ENDING
+        self.changes += 1
 
     def reap(self, now: float) -> None:
         """Remove the puts whose release timeout has passed."""
@@ -253,7 +311,7 @@ class MemoryPool:
                 found, b = b, next(leased, None)
             else:
                 return
-            if found.in_flight == 0:
+            if not self.busy(found):
                 nbytes -= found.nbytes
                 yield found
 

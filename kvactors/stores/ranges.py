@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import add
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from kvactors.core.store import Addresses, Outcome, RangeBatch
 from kvactors.stores.copying import HIGHEST, copy_rows, copy_table
-from kvactors.stores.pool import StoredObject
+from kvactors.stores.pool import StoredObject, Use
 from kvactors.stores.regions import Regions
 
 
@@ -22,27 +23,65 @@ class Reading:
         self.found, self.until = found, until
 
 
-class RangeCall:
-    """A range call in flight: which of its rows have a session, and the objects it has pinned for them."""
+class ReadingUse(Use):
+    """The objects of get sessions; `until`: when the first of their leases ends, as far as that was known when they were found.
+    A lease may have been renewed since."""
 
-    __slots__ = ("answers", "batch", "readings", "regions", "rows", "used")
+    __slots__ = ("readings", "until")
 
-    def __init__(self, batch: RangeBatch, regions: Regions) -> None:
-        self.batch, self.regions = batch, regions
+    def __init__(self, readings: list[Reading]) -> None:
+        super().__init__([reading.found for reading in readings])
+        self.readings = readings
+        self.until = min([reading.until for reading in readings], default=float("inf"))
+
+
+U = TypeVar("U", bound=Use)
+
+
+class RecentUses(Generic[U]):
+    """What the keys of the last calls were found to stand for: a tuple of keys that comes again costs nothing for each key.
+
+    Only for tuples, which cannot change, and known by identity. `changes`: a number that grows whenever a use may have become
+    wrong.
+    """
+
+    MOST = 64
+
+    def __init__(self) -> None:
+        self._uses: dict[int, tuple[tuple[str, ...], int, U]] = {}
+
+    def find(self, keys: Sequence[str], changes: int) -> U | None:
+        known = self._uses.get(id(keys))
+        return known[2] if known is not None and known[0] is keys and known[1] == changes else None
+
+    def keep(self, keys: Sequence[str], changes: int, use: U) -> None:
+        if type(keys) is tuple:
+            self._uses.pop(id(keys), None)
+            if len(self._uses) >= self.MOST:
+                del self._uses[next(iter(self._uses))]
+            self._uses[id(keys)] = keys, changes, use
+
+    def clear(self) -> None:
+        self._uses.clear()
+
+
+class RangeCall(Generic[U]):
+    """A range call in flight.
+
+    Attributes:
+        answers: one for each key.
+        rows: which keys have a session; they use the objects of `use`, in this order.
+    """
+
+    __slots__ = ("answers", "batch", "regions", "rows", "use")
+
+    def __init__(self, batch: RangeBatch, regions: Regions, use: U, rows: Sequence[int]) -> None:
+        self.batch, self.regions, self.use, self.rows = batch, regions, use, rows
         self.answers = [Outcome.INVALID] * len(batch.keys)
-        self.rows: Sequence[int] = ()
-        self.used: list[StoredObject] = []
-        self.readings: list[Reading] = []
-
-    def pin(self, rows: Sequence[int], used: list[StoredObject]) -> None:
-        """These rows will move, between local memory and these objects; the pool's lock is held."""
-        for one in used:
-            one.in_flight += 1
-        self.rows, self.used = rows, used
 
     def move(self, *, into_objects: bool) -> None:
         """Check the rows against their objects and the registered memory, copy the good ones and answer OK for them."""
-        batch, used, n = self.batch, self.used, len(self.rows)
+        batch, use, n = self.batch, self.use, len(self.rows)
         sizes, offsets = batch.sizes, batch.offsets
         sizes_list, offsets_list = sizes.tolist(), offsets.tolist()
         if n == 0 or min(sizes_list) < 1 or min(offsets_list) < 0:
@@ -51,12 +90,11 @@ class RangeCall:
         if reach > HIGHEST:  # also keeps the arithmetic on arrays from overflowing
             return
         addresses: Addresses = batch.addresses if n == len(self.answers) else batch.addresses[np.asarray(self.rows)]
-        bases_list = [one.base for one in used]
-        bases = np.fromiter(bases_list, np.int64, n)
+        bases = use.bases
         good = self.regions.cover(addresses, sizes)
-        if min([one.nbytes for one in used]) < reach:
-            good &= np.fromiter([one.nbytes >= reach for one in used], np.bool_, n)
-        if good.all() and 0 not in bases_list:
+        if use.least_bytes < reach:
+            good &= np.fromiter([one.nbytes >= reach for one in use.objects], np.bool_, n)
+        if use.whole and good.all():
             copy_table(bases, offsets, addresses, sizes, into_objects=into_objects)
             ok = Outcome.OK  # reading a member of an enum is slow
             if n == len(self.answers):
@@ -69,7 +107,7 @@ class RangeCall:
         if whole.any():
             copy_table(bases[whole], offsets, addresses[whole], sizes, into_objects=into_objects)
         for i in np.flatnonzero(good & (bases == 0)).tolist():
-            _copy_pieces(used[i], addresses[i], sizes, offsets, into_objects)
+            _copy_pieces(use.objects[i], addresses[i], sizes, offsets, into_objects)
         for i in np.flatnonzero(good).tolist():
             self.answers[self.rows[i]] = Outcome.OK
 

@@ -11,7 +11,6 @@ from kvactors.core.store import Addresses
 from kvactors.errors import StoreError, UnregisteredMemoryError
 from kvactors.stores.copying import HIGHEST, LOWEST
 
-
 _FEW = 8
 """Addresses up to which Python's own arithmetic is faster than numpy's."""
 
@@ -94,5 +93,9 @@ class Regions:
         if not len(addresses):
             return False
         starts, ends = self._bounds
-        columns = zip(addresses.min(axis=0).tolist(), addresses.max(axis=0).tolist(), sizes.tolist(), strict=True)
+        if addresses.shape[1] < len(addresses):  # numpy takes a long column faster by itself
+            lows, highs = zip(*[(int(column.min()), int(column.max())) for column in addresses.T], strict=True)
+        else:
+            lows, highs = addresses.min(axis=0).tolist(), addresses.max(axis=0).tolist()
+        columns = zip(lows, highs, sizes.tolist(), strict=True)
         return all(low >= 0 and high + size <= ends[bisect_right(starts, low) - 1] for low, high, size in columns)
