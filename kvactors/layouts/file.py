@@ -8,10 +8,12 @@ from typing import Any
 
 from kvactors.core.layout import CacheEntry, Group, GroupKind, KVLayout
 from kvactors.errors import LayoutError
+from kvactors.layouts.checks import BlockShape, check_bytes, check_layers
 from kvactors.textfiles import BadFileError, did_you_mean, read_data
 
+_FIELDS = {"name", "groups", "layers", "uncached_layers"}
 _GROUP_FIELDS = {"kind", "block_tokens", "layers", "entries", "window", "chunk_tokens", "speculative", "kv_heads"}
-_ENTRY_FIELDS = {"name", "bytes", "stride", "dtype"}
+_ENTRY_FIELDS = {"name", "bytes", "stride", "dtype", "head_size"}
 
 
 def read_layout_file(path: str | Path) -> KVLayout:
@@ -30,13 +32,16 @@ def read_layout_file(path: str | Path) -> KVLayout:
 
 def layout_from_data(data: Any, where: str) -> KVLayout:
     """Builds a layout from what a layout file holds; `where` starts every error."""
-    _mapping(where, data, {"name", "groups"})
+    _mapping(where, data, _FIELDS)
     name, groups = _required(where, data, "name"), _required(where, data, "groups")
     _name(where, name)
     if not isinstance(groups, list) or not groups:
         raise LayoutError(f"{where}: groups: must be a list of at least one group")
     made = [_group(f"{where}: group {i}", i, g) for i, g in enumerate(groups)]
     _check_blocks(where, made)
+    layers = _whole(where, "layers", data["layers"], 1) if "layers" in data else None
+    uncached = data.get("uncached_layers", [])
+    check_layers(where, made, layers, sorted(_numbers(where, "uncached_layers", uncached)))
     try:
         return KVLayout(name, made)
     except LayoutError as error:
@@ -68,7 +73,7 @@ def _group(where: str, number: int, data: Any) -> Group:
     speculative = data.get("speculative", False)
     if not isinstance(speculative, bool):
         raise LayoutError(f"{where}: speculative: {speculative!r} must be true or false")
-    layers = _layers(where, data)
+    layers = _layers(where, data, BlockShape(GroupKind(kind), block_tokens, data.get("kv_heads")))
     try:
         return Group(
             number,
@@ -84,7 +89,7 @@ def _group(where: str, number: int, data: Any) -> Group:
         raise _located(where, error) from None
 
 
-def _layers(where: str, data: Mapping[str, Any]) -> dict[int, list[CacheEntry]]:
+def _layers(where: str, data: Mapping[str, Any], shape: BlockShape) -> dict[int, list[CacheEntry]]:
     numbers, entries = data.get("layers"), _required(where, data, "entries")
     if isinstance(entries, Mapping):
         if numbers is not None and (not isinstance(numbers, list) or sorted(map(str, numbers)) != sorted(map(str, entries))):
@@ -95,23 +100,27 @@ def _layers(where: str, data: Mapping[str, Any]) -> dict[int, list[CacheEntry]]:
             _whole(where, "entries: layer", layer, 0)
             if layer in out:
                 raise LayoutError(f"{where}: entries: layer {layer} is given twice")
-            out[layer] = _entries(f"{where}, layer {layer}", listed)
+            out[layer] = _entries(f"{where}, layer {layer}", listed, shape)
         return out
     if numbers is None:
         raise LayoutError(f"{where}: layers: is missing")
-    if not isinstance(numbers, list):
-        raise LayoutError(f"{where}: layers: {numbers!r} must be a list of layer numbers")
-    shared = _entries(where, entries)
+    found = _numbers(where, "layers", numbers)
+    return dict.fromkeys(found, _entries(where, entries, shape))
+
+
+def _numbers(where: str, name: str, data: Any) -> list[int]:
+    if not isinstance(data, list):
+        raise LayoutError(f"{where}: {name}: {data!r} must be a list of layer numbers")
     seen: set[int] = set()
-    for layer in numbers:
-        _whole(where, "layers", layer, 0)
+    for layer in data:
+        _whole(where, name, layer, 0)
         if layer in seen:
-            raise LayoutError(f"{where}: layers: layer {layer} is given twice")
+            raise LayoutError(f"{where}: {name}: layer {layer} is given twice")
         seen.add(layer)
-    return dict.fromkeys(numbers, shared)
+    return data
 
 
-def _entries(where: str, data: Any) -> list[CacheEntry]:
+def _entries(where: str, data: Any, shape: BlockShape) -> list[CacheEntry]:
     if not isinstance(data, list) or not data:
         raise LayoutError(f"{where}: entries: must be a list of at least one entry {{name, bytes}}")
     out = []
@@ -130,6 +139,10 @@ def _entries(where: str, data: Any) -> list[CacheEntry]:
         dtype = item.get("dtype", "")
         if not isinstance(dtype, str) or not dtype.isprintable():
             raise LayoutError(f"{where}: entry {name!r}: dtype: {dtype!r} must be a text of printable characters")
+        head_size = item.get("head_size")
+        if head_size is not None:
+            _whole(where, f"entry {name!r}: head_size", head_size, 1)
+        check_bytes(f"{where}: entry {name!r}", shape, nbytes, dtype, head_size)
         try:
             out.append(CacheEntry(name, nbytes, stride, dtype))
         except LayoutError as error:

@@ -23,6 +23,8 @@ def find_layout(name_or_file: str) -> tuple[KVLayout, Family | None]:
     is_file = name_or_file.endswith((".yaml", ".yml", ".json")) or os.sep in name_or_file or os.path.exists(name_or_file)
     if is_file:
         return read_layout_file(name_or_file), None
+    if name_or_file == "-":
+        raise LayoutError("layout '-': is no name and no file; for standard input give /dev/stdin")
     close = difflib.get_close_matches(name_or_file.lower(), FAMILIES, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(close)}?" if close else f"built in are {', '.join(FAMILIES)}"
     raise LayoutError(f"unknown layout {name_or_file!r}: {hint} (or give a .yaml or .json file)")

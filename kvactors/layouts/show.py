@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from kvactors.core.layout import CacheEntry, Group, KVLayout
+from kvactors.layouts.checks import spans
+from kvactors.layouts.elements import ELEMENT_BYTES
 from kvactors.layouts.families import FAMILIES, Family
 from kvactors.layouts.scale import boundary_tokens
 
 _EXAMPLE_HASH = bytes(range(8))
-
-ELEMENT_BYTES: Mapping[str, int] = MappingProxyType(
-    {"fp32": 4, "fp16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1, "uint8": 1, "int32": 4}
-)
-"""Bytes of an element of each canonical kind; torch would know them, but a layout is shown without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +135,7 @@ def _show_group(layout: KVLayout, group: Group, console: Console) -> None:
         extra += ", speculative"
     console.print()
     console.print(f"group {group.id}: {group.kind.value}, {group.block_tokens} raw tokens a block{extra}", style="bold")
-    console.print(f"  layers    {_spans(list(group.layers))}; committed after layer {layout.commit_layer(group.id)}")
+    console.print(f"  layers    {spans(list(group.layers))}; committed after layer {layout.commit_layer(group.id)}")
     console.print(f"  object    {layout.object_bytes(group.id):,} bytes")
     console.print(f"  key       {layout.key(group.id, _EXAMPLE_HASH)}")
     table = Table(box=None, pad_edge=False, padding=(0, 2))
@@ -166,15 +161,3 @@ def _show_group(layout: KVLayout, group: Group, console: Console) -> None:
             hidden = True
             table.add_row("…", *[""] * 7)
     console.print(table)
-
-
-def _spans(numbers: list[int]) -> str:
-    """0-3, 5, 7-9 for a sorted list of numbers."""
-    out: list[str] = []
-    start = 0
-    for i in range(1, len(numbers) + 1):
-        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:
-            first, last = numbers[start], numbers[i - 1]
-            out.append(str(first) if first == last else f"{first}-{last}")
-            start = i
-    return ", ".join(out)

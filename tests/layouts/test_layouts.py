@@ -162,7 +162,7 @@ def test_entries_may_map_layers_to_entries(tmp_path: Path) -> None:
                     {
                         "kind": "compressed",
                         "block_tokens": 32,
-                        "entries": {"1": [{"name": "c", "bytes": 10}], "2": [{"name": "c", "bytes": 11, "dtype": "bf16"}]},
+                        "entries": {"0": [{"name": "c", "bytes": 10}], "1": [{"name": "c", "bytes": 11, "dtype": "bf16"}]},
                     }
                 ],
             }

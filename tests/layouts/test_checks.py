@@ -1,0 +1,177 @@
+"""A layout file whose layers, groups and bytes contradict each other is refused; what hybrid models need is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvactors.core.layout import KVLayout
+from kvactors.errors import LayoutError
+from kvactors.layouts import FAMILIES, layout_from_data
+from kvactors.layouts.checks import spans
+
+
+def group(kind: str, layers: list[int], *names: str, **more: Any) -> dict[str, Any]:
+    window = {"sliding_window": {"window": 8}, "chunked_local": {"chunk_tokens": 8}}.get(kind, {})
+    entries = [{"name": name, "bytes": 8} for name in names or ("k", "v")]
+    return {"kind": kind, "block_tokens": 16, "layers": layers, "entries": entries, **window, **more}
+
+
+def read(*groups: dict[str, Any], **more: Any) -> KVLayout:
+    return layout_from_data({"name": "m", "groups": list(groups), **more}, "my.yaml")
+
+
+def as_data(layout: KVLayout) -> dict[str, Any]:
+    """A layout as its file would say it."""
+    groups = []
+    for g in layout.groups:
+        entries = {
+            layer: [{"name": e.name, "bytes": e.nbytes, "stride": e.stride, "dtype": e.dtype} for e in es]
+            for layer, es in g.layers.items()
+        }
+        given = {"window": g.window, "chunk_tokens": g.chunk_tokens, "kv_heads": g.kv_heads}
+        fields = {name: value for name, value in given.items() if value is not None}
+        groups.append({"kind": g.kind.value, "block_tokens": g.block_tokens, "entries": entries, **fields})
+    return {"name": layout.model, "groups": groups, "layers": layout.stage_layers}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_built_in_family_is_legal_as_a_file(name: str) -> None:
+    layout = FAMILIES[name].build()
+    assert layout_from_data(as_data(layout), "my.yaml").digest == layout.digest
+
+
+@pytest.mark.parametrize(
+    ("groups", "more"),
+    [
+        ([group("mla", [0, 1], "latent"), group("indexer", [0, 1], "index")], {}),  # sparse attention over a latent cache
+        ([group("full", [0]), group("indexer", [0], "index")], {}),
+        ([group("full", [0, 1]), group("state", [0, 1], "conv", "ssm")], {}),  # attention and state in parallel
+        ([group("compressed", [0], "c4"), group("compressed", [0], "c128"), group("sliding_window", [0], "kv")], {}),
+        ([group("sliding_window", [0]), group("sliding_window", [0], "kv_state")], {}),  # a compressor's state
+        ([group("full", [0, 2]), group("full", [1, 3])], {}),  # one kind, split into groups of equal size
+        ([group("mla", [0], "first"), group("mla", [0], "second")], {}),  # two attentions in one layer
+        ([group("full", [1])], {"uncached_layers": [0, 2, 3]}),  # layers of experts only
+        ([group("full", [1])], {"uncached_layers": [0, 2], "layers": 3}),
+        ([group("full", [1, 0])], {"layers": 2}),  # in any order
+        ([group("full", [0])], {"uncached_layers": []}),
+    ],
+)
+def test_what_hybrid_models_need_is_legal(groups: list[dict[str, Any]], more: dict[str, Any]) -> None:
+    assert len(read(*groups, **more).groups) == len(groups)
+
+
+@pytest.mark.parametrize(
+    ("groups", "more", "problem"),
+    [
+        ([group("full", [0, 3])], {}, "layers 1-2: found in no group, expected every layer from 0 to 3"),
+        ([group("full", [1, 2])], {}, "layers 0: found in no group, expected every layer from 0 to 2"),
+        ([group("full", [0, 2]), group("state", [5], "s")], {}, "layers 1, 3-4: found in no group"),
+        ([group("full", [0, 10**12])], {}, "layers 1-999999999999: found in no group"),
+        ([group("full", [0, 1])], {"layers": 4}, "layers 2-3: found in no group, expected every layer from 0 to 3"),
+        ([group("full", [0, 1])], {"layers": 4, "uncached_layers": [3]}, "layers 2: found in no group"),
+        (
+            [group("full", [0, 1, 2])],
+            {"layers": 2},
+            "group 0: found layer 2, expected numbers from 0 to 1: the model has 2 layers",
+        ),
+        ([group("full", [0, 1])], {"uncached_layers": [1]}, "group 0: found layer 1, which uncached_layers names too"),
+        ([group("full", [0])], {"layers": 1, "uncached_layers": [1]}, "uncached_layers: found 1, expected numbers from 0 to 0"),
+        ([group("full", [0])], {"uncached_layers": [1, 1]}, "uncached_layers: layer 1 is given twice"),
+        ([group("full", [0])], {"uncached_layers": 1}, "uncached_layers: 1 must be a list of layer numbers"),
+        ([group("full", [0])], {"uncached_layers": ["1"]}, "uncached_layers: '1' must be a whole number"),
+        ([group("full", [0])], {"layers": 0}, "layers: 0 must be a whole number of at least 1"),
+        ([group("full", [0, 0])], {}, "group 0: layers: layer 0 is given twice"),
+        (
+            [group("full", [0, 1]), group("sliding_window", [1, 2])],
+            {},
+            "group 1: layer 1: found its entry 'k' here and in group 0, expected it in one group",
+        ),
+        (
+            [group("state", [0], "s"), group("state", [0, 1], "s")],
+            {},
+            "group 1: layer 0: found its entry 's' here and in group 0",
+        ),
+        (
+            [group("full", [0, 1]), group("mla", [1], "latent")],
+            {},
+            "group 1: layer 1: found kind mla here and kind full in group 0, expected one of full, chunked_local, mla a layer",
+        ),
+        (
+            [group("chunked_local", [0], "kv"), group("full", [0])],
+            {},
+            "group 1: layer 0: found kind full here and kind chunked_local in group 0",
+        ),
+    ],
+)
+def test_layers_that_contradict_each_other(groups: list[dict[str, Any]], more: dict[str, Any], problem: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        read(*groups, **more)
+    assert str(caught.value).startswith(f"my.yaml: {problem}")
+
+
+def sized(kind: str, nbytes: int, *, block_tokens: int = 128, kv_heads: int | None = 8, **entry: Any) -> dict[str, Any]:
+    """A group of one layer with one entry."""
+    heads = {} if kv_heads is None else {"kv_heads": kv_heads}
+    entries = [{"name": "k", "bytes": nbytes, **entry}]
+    return {**group(kind, [0]), "block_tokens": block_tokens, "entries": entries, **heads}
+
+
+@pytest.mark.parametrize(
+    "legal",
+    [
+        sized("full", 262144, dtype="bf16", head_size=128),
+        sized("sliding_window", 262144, dtype="bf16", head_size=128),
+        sized("chunked_local", 131072, dtype="fp8_e4m3", head_size=128),
+        sized("full", 262144 * 2, dtype="bf16", head_size=256),  # K and V in one
+        sized("mla", 128 * 576 * 2, kv_heads=1, dtype="bf16", head_size=576),
+        sized("full", 262144, dtype="bf16"),  # a whole number of elements a head
+        sized("full", 262145),  # no dtype
+        sized("full", 262145, dtype="nf4"),  # one of unknown size
+        sized("full", 262145, kv_heads=None, dtype="bf16"),
+        sized("compressed", 128 // 4 * 584, kv_heads=1, dtype="fp8_e4m3"),  # a row for four tokens
+        sized("indexer", 33, kv_heads=1, dtype="fp8_e4m3"),
+        sized("state", 98, kv_heads=32, dtype="fp32"),
+    ],
+)
+def test_bytes_that_fit(legal: dict[str, Any]) -> None:
+    assert read(legal).object_bytes(0) == legal["entries"][0]["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "problem"),
+    [
+        (
+            sized("full", 2048, dtype="bf16", head_size=128),  # of one token
+            "bytes: found 2048, expected 262144 (block_tokens 128 x kv_heads 8 x head_size 128 x 2 bytes of bf16)",
+        ),
+        (sized("mla", 128 * 576, kv_heads=1, dtype="bf16", head_size=576), "bytes: found 73728, expected 147456"),
+        (sized("full", 131072, dtype="bf16", head_size=128), "bytes: found 131072, expected 262144"),  # of one byte each
+        (
+            sized("full", 262145, dtype="bf16"),
+            "bytes: found 262145, expected a multiple of 2048 (block_tokens 128 x kv_heads 8 x 2 bytes of bf16); leave ",
+        ),
+        (sized("sliding_window", 100, dtype="fp32"), "bytes: found 100, expected a multiple of 4096"),
+        (sized("full", 8, dtype="bf16", head_size=128, kv_heads=None), "head_size: the group has no kv_heads, expected both"),
+        (sized("full", 8, head_size=128), "head_size: found dtype '', expected one of fp32, "),
+        (sized("full", 8, dtype="nf4", head_size=128), "head_size: found dtype 'nf4', expected one of fp32, "),
+        (
+            sized("state", 8, dtype="bf16", head_size=128),
+            "head_size: found in a group of kind state, expected only in full, chunked_local, mla, sliding_window",
+        ),
+        (sized("full", 8, dtype="bf16", head_size=0), "head_size: 0 must be a whole number of at least 1"),
+        (sized("full", 8, dtype="bf16", head_size="128"), "head_size: '128' must be a whole number of at least 1"),
+    ],
+)
+def test_bytes_that_do_not_fit(bad: dict[str, Any], problem: str) -> None:
+    for data in (bad, {**bad, "layers": None, "entries": {"0": bad["entries"]}}):
+        with pytest.raises(LayoutError) as caught:
+            read({name: value for name, value in data.items() if value is not None})
+        text = str(caught.value).replace("group 0, layer 0", "group 0")
+        assert text.startswith(f"my.yaml: group 0: entry 'k': {problem}"), text
+
+
+@pytest.mark.parametrize(("numbers", "told"), [([], ""), ([3], "3"), ([0, 1, 2, 5, 7, 8], "0-2, 5, 7-8")])
+def test_spans(numbers: list[int], told: str) -> None:
+    assert spans(numbers) == told
