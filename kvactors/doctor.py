@@ -25,8 +25,6 @@ from kvactors.console import plain_console
 if TYPE_CHECKING:
     from kvactors.core.store import Store
 
-MOONCAKE_FIX = "pip install 'kvactors[mooncake]'"
-
 OK, MISSING, BROKEN = "ok", "missing", "broken"
 
 
@@ -125,25 +123,26 @@ def _torch_npu() -> Finding:
 
 
 def _mooncake_client() -> Finding:
-    from kvactors.stores.mooncake.client import LIBRARIES, installed_version, native_module
+    from kvactors.stores.mooncake.client import INSTALL, LIBRARIES, installed_version, native_module
 
     name, found = "mooncake client", installed_version()
     if found is None:
-        return Finding(name, MISSING, "not installed", MOONCAKE_FIX)
+        return Finding(name, MISSING, "not installed", INSTALL)
     try:
         native_module()
     except Exception as error:
-        fix = f"apt-get install {' '.join(LIBRARIES.values())}" if "cannot be loaded" in str(error) else MOONCAKE_FIX
+        fix = f"apt-get install {' '.join(LIBRARIES.values())}" if "cannot be loaded" in str(error) else INSTALL
         return Finding(name, BROKEN, _line(error), fix)
     return Finding(name, OK, " ".join(found))
 
 
 def _mooncake_master() -> Finding:
+    from kvactors.stores.mooncake.client import INSTALL
     from kvactors.stores.mooncake.master import find_master
 
     path = find_master()
     if path is None:
-        return Finding("mooncake master", MISSING, "there is no mooncake_master here", MOONCAKE_FIX)
+        return Finding("mooncake master", MISSING, "there is no mooncake_master here", INSTALL)
     return Finding("mooncake master", OK, str(path))
 
 
@@ -161,12 +160,12 @@ def _mooncake_libraries() -> Finding:
 def mooncake_loopback() -> Finding:
     """Starts a master on 127.0.0.1, and writes an object to it and reads it back."""
     from kvactors.stores import LocalMaster, MooncakeStore
-    from kvactors.stores.mooncake.client import installed_version
+    from kvactors.stores.mooncake.client import INSTALL, installed_version
     from kvactors.stores.mooncake.master import find_master
 
     name = "mooncake loopback"
     if installed_version() is None or find_master() is None:
-        return Finding(name, MISSING, "needs the client and the master", MOONCAKE_FIX)
+        return Finding(name, MISSING, "needs the client and the master", INSTALL)
     try:
         with LocalMaster() as master:
             return _round_trip(name, MooncakeStore(master.config(global_segment_size=16 << 20)), needed=False)

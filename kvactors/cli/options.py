@@ -17,6 +17,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
+TRACE = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True)
+"""A trace: a file, or "-" for standard input."""
+
 
 def size(_: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
     from kvactors.stores import parse_size
@@ -34,6 +37,11 @@ def rate(context: click.Context, parameter: click.Parameter, value: str | None) 
 def file_name(_: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     if value is not None and ("\0" in value or not value.strip()):
         raise click.UsageError(f"{parameter.opts[0]} {value!r}: give the name of a file")
+    if value == "-":
+        raise click.UsageError(
+            f"{parameter.opts[0]} -: this is written to a file, not to standard output, which has the results; "
+            "give a name (./- if it is to be that one)"
+        )
     return value
 
 

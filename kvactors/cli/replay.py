@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING
 import click
 
 from kvactors.cli.groups import example
-from kvactors.cli.names import Named, check_name, fault_plans, layout_names, store_names, suggestion, trace_formats
-from kvactors.cli.options import check_outputs, file_name, finite, layout_options, rate, resolve_layout, size
+from kvactors.cli.names import (
+    Named,
+    check_name,
+    fault_plans,
+    layout_names,
+    simulated_faults,
+    store_names,
+    suggestion,
+    trace_formats,
+)
+from kvactors.cli.options import TRACE, check_outputs, file_name, finite, layout_options, rate, resolve_layout, size
 from kvactors.console import log_from
 
 if TYPE_CHECKING:
@@ -21,7 +30,7 @@ _SECONDS = click.FloatRange(min=0)
 
 
 @click.command(epilog=example("kvactors replay examples/sample_trace.jsonl --layout gemma-3-27b --scale 4096 --html run.html"))
-@click.argument("trace", type=click.Path(exists=True, dir_okay=False, readable=True))
+@click.argument("trace", type=TRACE)
 @click.option(
     "--format",
     "format_name",
@@ -64,7 +73,10 @@ _SECONDS = click.FloatRange(min=0)
 @click.option("--requests", type=_AT_LEAST_1, metavar="N", help="Only the first N requests.")
 @click.option("--skip-bad", is_flag=True, help="Count and skip bad trace lines.")
 @click.option(
-    "--faults", metavar="PRESET|FILE", type=Named(fault_plans, files=True), help="Inject faults: a preset or a plan (YAML)."
+    "--faults",
+    metavar="PRESET|FILE",
+    type=Named(fault_plans, files=True),
+    help="Inject faults: a preset of replay's own, or a plan (YAML).",
 )
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="A fault plan's own seed wins."
@@ -132,7 +144,11 @@ def replay(
         ("--event-log", event_log),
     ):
         if value is not None and not virtual:
-            raise click.UsageError(f"{option}: belongs to the virtual clock; give --virtual too")
+            real = "--local-master" if local_master else "--store mooncake" if store == "mooncake" else "--live"
+            hint = "give --virtual too"
+            if local_master or store == "mooncake" or live is not None:
+                hint = f"{real} needs a real one, so leave {option} out"
+            raise click.UsageError(f"{option}: belongs to the virtual clock; {hint}")
     if live is not None and virtual:
         raise click.UsageError("--live: virtual time has nothing to look at while it runs; leave --virtual out")
     layout, family = resolve_layout(layout_name, block_tokens, scale)
@@ -202,5 +218,9 @@ def _faults(text: str | None) -> FaultPlan | None:
         return FaultPlan.preset(text)
     if text.endswith((".yaml", ".yml", ".json")) or Path(text).exists():
         return FaultPlan.load(text)
-    hint = suggestion(text, PRESETS) or ";"
-    raise click.UsageError(f"--faults {text}: no such preset or file{hint} presets are {', '.join(PRESETS)}")
+    if text == "-":
+        raise click.UsageError("--faults -: is no preset and no file; for standard input give /dev/stdin")
+    known = f"the presets of replay are {', '.join(PRESETS)}"
+    if text in simulated_faults():
+        raise click.UsageError(f"--faults {text}: is a preset of `kvactors simulate`, which are others; {known}")
+    raise click.UsageError(f"--faults {text}: no such preset or file{suggestion(text, PRESETS) or ';'} {known}")

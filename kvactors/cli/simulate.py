@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,7 +29,7 @@ MOST_SEED_DIGITS = 18
     show_default=True,
     metavar="PRESET",
     type=Named(simulated_faults),
-    help="A preset, or all: each in turn and combined.",
+    help="A preset of the simulator's own, or all: each in turn and combined.",
 )
 @click.option(
     "--layout",
@@ -63,16 +64,19 @@ def simulate(
     The last line of the output is the summary. Exit code 1 if a seed failed; each failing one is made smaller and printed with
     the command that repeats it.
     """
+    from kvactors.simulate.progress import progress_for
     from kvactors.simulate.run import scenario
     from kvactors.simulate.run import simulate as run_all
 
     low, high = _seed_range(seeds)
     _check_model(layout)
-    check_name("--faults", faults, tuple(simulated_faults()), "preset")
+    _check_faults(faults)
     plans = (scenario(n, faults, requests=requests, most_faults=most_faults, model=layout) for n in range(low, high))
     log_from(logging.CRITICAL)
     told: list[str] = []
-    totals = run_all(plans, jobs=jobs, most_failures=most_failures, say=told.append if as_json else click.echo)
+    with progress_for(high - low, quiet=as_json) as progress:
+        say = told.append if as_json else progress.say
+        totals = run_all(plans, jobs=jobs, most_failures=most_failures, say=say, on_progress=progress.update)
     click.echo(json.dumps(_as_dict(totals, told), indent=2) if as_json else totals.line())
     return 130 if totals.interrupted else 1 if totals.failing else 0
 
@@ -107,6 +111,15 @@ def _check_model(name: str | None) -> None:
         if not str(error).startswith("unknown layout") or not hint:
             raise
         raise click.UsageError(f"--layout {name}: unknown model or layout{hint}") from None
+
+
+def _check_faults(name: str) -> None:
+    known = tuple(simulated_faults())
+    if name not in known and (name.endswith((".yaml", ".yml", ".json")) or Path(name).is_file()):
+        raise click.UsageError(
+            f"--faults {name}: a plan file is for `kvactors replay`; the presets of simulate are {', '.join(known)}"
+        )
+    check_name("--faults", name, known, "preset")
 
 
 def _seed_range(text: str) -> tuple[int, int]:

@@ -11,13 +11,12 @@ import click
 
 from kvactors.cli.groups import Group, example
 from kvactors.cli.names import Choice, Named, check_name, trace_formats
-from kvactors.cli.options import as_json, check_outputs, file_name
+from kvactors.cli.options import TRACE, as_json, check_outputs, file_name
 from kvactors.console import plain_console
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _AT_LEAST_1 = click.IntRange(min=1)
-_TRACE = click.Path(exists=True, dir_okay=False, readable=True)
 
 
 @click.group("trace", cls=Group, epilog=example("kvactors trace stats examples/sample_trace.jsonl"))
@@ -42,7 +41,7 @@ def _reading_options(command: F) -> F:
 
 
 @trace_group.command("stats", epilog=example("kvactors trace stats examples/sample_trace.jsonl --plot trace.html"))
-@click.argument("trace", metavar="FILE", type=_TRACE)
+@click.argument("trace", metavar="FILE", type=TRACE)
 @_reading_options
 @click.option("--plot", metavar="FILE", callback=file_name, help="Write charts: a page (.html) or a picture (.svg).")
 @as_json
@@ -73,16 +72,23 @@ def trace_stats(
 
 
 @trace_group.command("convert", epilog=example("kvactors trace convert examples/sample_trace.jsonl mooncake.jsonl.gz"))
-@click.argument("trace", metavar="IN", type=_TRACE)
-@click.argument("out", metavar="OUT", type=click.Path(dir_okay=False))
+@click.argument("trace", metavar="IN", type=TRACE)
+@click.argument("out", metavar="OUT", type=click.Path(dir_okay=False, allow_dash=True))
 @click.option("--to", "target", type=Choice(("mooncake",)), default="mooncake", show_default=True, help="The format of OUT.")
 @_reading_options
 @as_json
 def trace_convert(
     trace: str, out: str, target: str, format_name: str | None, requests: int | None, skip_bad: bool, as_json: bool
 ) -> int:
-    """Write a trace in another format, row by row, and say what of it is lost. OUT is packed if its name ends in .gz."""
+    """Write a trace in another format, row by row, and say what of it is lost. OUT is packed if its name ends in .gz.
+
+    "-" is standard input and standard output.
+    """
     _check(format_name)
+    if out == "-":
+        if as_json:
+            raise click.UsageError("OUT -: with --json standard output has the JSON; give OUT a name")
+        out = "/dev/stdout"
     check_outputs({"IN": trace}, {"OUT": out})
 
     from kvactors.replay.trace import TraceReader

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from kvactors.core.observe import Span
 from kvactors.replay.charts import Bar, Block, Line, bar_chart, line_chart, row_chart, short_bytes
+from kvactors.replay.no_hits import why_no_hits
 from kvactors.replay.report import Report
-from kvactors.replay.summary import si_bytes, why_no_hits
+from kvactors.replay.summary import si_bytes
 from kvactors.replay.tally import Sample
 from kvactors.replay.timeline import busiest_step, track_order
 

@@ -7,13 +7,18 @@ from dataclasses import dataclass
 from kvactors.core.layout import KVLayout
 from kvactors.errors import ConfigError
 from kvactors.layouts import boundary_tokens
+from kvactors.layouts.scale import SCALED_TO_BYTES
 from kvactors.replay.blocks import BlockRules
 from kvactors.replay.hashing import trace_hash_tokens
 from kvactors.replay.trace import TraceSource, TraceSummary, scan_trace
 from kvactors.stores import BACKENDS, FaultPlan
+from kvactors.stores.fault_plan import MOST_LATENCY_S
 from kvactors.stores.mooncake.config import LEAST_SEGMENT_BYTES
 
 _MOST_BLOCKS = 1 << 31
+
+LEAST_SPEED, MOST_SPEED = 1e-6, 1e9
+"""Times that a trace can be played slower or faster; beyond, arrival times mean nothing any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +87,20 @@ def plan_replay(options: ReplayOptions) -> Plan:
         LocalError: a bad trace line, a layout or an option that cannot work.
     """
     layout = options.layout
+    _check_times(options)
+    _check_store(options)
     b = boundary_tokens(layout)
     if options.retention is not None and (options.retention < 0 or options.retention % b):
         raise ConfigError(f"--retention {options.retention}: must be 0 or a multiple of the layout's boundary of {b} tokens")
     if options.capacity is not None:
         for group in layout.groups:
             if layout.object_bytes(group.id) > options.capacity:
+                can_shrink = SCALED_TO_BYTES * len(layout.ranges(group.id)) <= options.capacity
                 raise ConfigError(
                     f"--capacity {options.capacity}: is smaller than one object of group {group.id}, "
-                    f"which has {layout.object_bytes(group.id)} bytes; give more capacity or a larger --scale"
+                    f"which has {layout.object_bytes(group.id)} bytes; give more capacity"
+                    f"{' or a larger --scale' if can_shrink else ''}"
                 )
-    _check_store(options)
     if options.virtual is not None and options.faults is not None and any(f.what == "freeze" for f in options.faults.faults):
         raise ConfigError(
             "--faults: a freeze holds a thread until somebody lets it go, and --virtual has no threads; use latency instead"
@@ -104,18 +112,30 @@ def plan_replay(options: ReplayOptions) -> Plan:
     return Plan(options, summary, rules, source)
 
 
+def _check_times(options: ReplayOptions) -> None:
+    virtual, speed = options.virtual, options.speed
+    if virtual is not None:
+        for name, value in (("--latency", virtual.latency_s), ("--layer-time", virtual.layer_time_s)):
+            if not 0 <= value <= MOST_LATENCY_S:
+                raise ConfigError(f"{name} {value:g}: must be from 0 to {MOST_LATENCY_S:g} seconds")
+    if speed is not None and not LEAST_SPEED <= speed <= MOST_SPEED:
+        raise ConfigError(f"--speed {speed:g}: must be from {LEAST_SPEED:g} to {MOST_SPEED:g}")
+
+
 def _check_store(options: ReplayOptions) -> None:
     if options.store not in BACKENDS:
         raise ConfigError(f"--store {options.store}: unknown store; use one of {', '.join(BACKENDS)}")
     if options.store == "memory":
+        if options.local_master and options.virtual is not None:
+            raise ConfigError("--local-master: starts a real Mooncake, which has no virtual time; leave it or --virtual out")
         if options.local_master:
             raise ConfigError("--local-master: belongs to the Mooncake store; give --store mooncake too")
     elif options.virtual is not None:
         raise ConfigError("--store mooncake: a real store has no virtual time; use --store memory, or leave --virtual out")
-    elif options.capacity is not None and options.capacity < LEAST_SEGMENT_BYTES:
-        raise ConfigError(f"--capacity {options.capacity}: a Mooncake pool has at least 16 MiB; give more")
     elif options.capacity is not None and not options.local_master:
         raise ConfigError("--capacity: the capacity of a configured pool is its owners'; give --local-master, or leave it out")
+    elif options.capacity is not None and options.capacity < LEAST_SEGMENT_BYTES:
+        raise ConfigError(f"--capacity {options.capacity}: a Mooncake pool has at least 16 MiB; give more")
 
 
 def local_blocks(plan: Plan) -> dict[int, int]:

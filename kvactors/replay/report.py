@@ -78,6 +78,8 @@ class SessionsPart(msgspec.Struct, kw_only=True):
     get_closed: int
     get_expired: int
     open_at_end: int
+    put_refused: int = 0
+    revoked_by: dict[str, int] = {}
 
 
 class InvariantsPart(msgspec.Struct, kw_only=True):
@@ -96,6 +98,9 @@ class FailuresPart(msgspec.Struct, kw_only=True):
     injected: int
     load_failed: int
     recomputed_tokens: int
+    outages: int = 0
+    lost_calls: int = 0
+    lookup_errors: int = 0
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -222,6 +227,8 @@ def build_report(
             get_closed=s.get_closed,
             get_expired=s.get_expired,
             open_at_end=s.open_now,
+            put_refused=s.put_refused,
+            revoked_by=dict(s.revoked_by),
         ),
         invariants=InvariantsPart(checked=checked, violations=violations),
         time=TimePart(
@@ -230,7 +237,14 @@ def build_report(
             exposed_load_s=tally.exposed_load_s,
             exposed_save_s=tally.exposed_save_s,
         ),
-        failures=FailuresPart(injected=injected, load_failed=tally.load_failed, recomputed_tokens=tally.recomputed_tokens),
+        failures=FailuresPart(
+            injected=injected,
+            load_failed=tally.load_failed,
+            recomputed_tokens=tally.recomputed_tokens,
+            outages=tally.outages,
+            lost_calls=stats.lost_workers,
+            lookup_errors=stats.lookup_errors,
+        ),
         preemptions=preemptions,
         steps=tally.steps,
         interrupted=interrupted,

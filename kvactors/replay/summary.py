@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from kvactors.replay.no_hits import blocks_without_space, why_no_hits
 from kvactors.replay.report import Report
 
 
@@ -93,32 +94,3 @@ def print_summary(report: Report, console: Console, shortest_hit_tokens: int, el
         console.print(f"BROKEN: {text}", style="bold red")
     if report.interrupted:
         console.print("Interrupted: the numbers are those of what ran.")
-
-
-def blocks_without_space(report: Report) -> int:
-    """Blocks of all groups that were not saved because the store was full."""
-    return sum(b.skipped_no_space for b in report.blocks.values())
-
-
-def why_no_hits(report: Report, shortest_hit_tokens: int) -> str:
-    """The likeliest reason why no token was served from the store, from the counts."""
-    asked = sum(b.looked_up for b in report.blocks.values())
-    saved = sum(b.saved for b in report.blocks.values())
-    if not asked:
-        return f"every prompt is shorter than one boundary of {shortest_hit_tokens} tokens plus one"
-    if report.failures.load_failed:
-        return f"loads failed for {report.failures.load_failed} requests"
-    if report.sessions.put_abandoned or report.sessions.put_poisoned:
-        return f"the store was lost; {saved:,} objects had been saved by then"
-    if not saved and blocks_without_space(report):
-        if report.store == "mooncake":
-            return (
-                "no block found space; most likely nobody gives memory to the pool "
-                "(global_segment_size is 0 in the configuration of every client)"
-            )
-        return "no block found space: the store has too little capacity"
-    if not saved:
-        return "nothing was saved (too little capacity, or retention keeps nothing)"
-    if report.requests.completed == 1:
-        return "a single request has nobody before it to share a prefix with"
-    return f"no two prompts share a prefix of {shortest_hit_tokens} tokens, or the store evicted it before it was asked for"

@@ -11,6 +11,7 @@ import gzip
 import io
 import os
 import stat
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ __all__ = ["TRACE_BLOCK_TOKENS", "TraceReader", "TraceRequest", "TraceSource", "
 
 MOST_KEPT_BYTES = 1 << 30
 """A trace that can be read only once is kept in memory, up to this."""
+
+STANDARD_INPUT = "-"
+"""The path of a trace that comes on standard input."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -48,10 +52,15 @@ class TraceSummary:
 
 
 class TraceSource:
-    """A trace that is read more than once: a file by its path; a pipe or another stream is kept in memory at its first use."""
+    """A trace that is read more than once: a file by its path; a pipe or another stream is kept in memory at its first use.
+
+    Attributes:
+        path: what errors call it.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = str(path)
+        self._from_stdin = str(path) == STANDARD_INPUT
+        self.path = "standard input" if self._from_stdin else str(path)
         self._kept: bytes | None = None
 
     def open(self) -> BinaryIO:
@@ -63,11 +72,14 @@ class TraceSource:
         if self._kept is not None:
             return io.BytesIO(self._kept)
         try:
-            file = open(self.path, "rb")  # noqa: SIM115 (whoever asked closes it)
-            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                return file
-            with file:
-                kept = file.read(MOST_KEPT_BYTES + 1)
+            if self._from_stdin:
+                kept = self._standard_input().read(MOST_KEPT_BYTES + 1)
+            else:
+                file = open(self.path, "rb")  # noqa: SIM115 (whoever asked closes it)
+                if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    return file
+                with file:
+                    kept = file.read(MOST_KEPT_BYTES + 1)
         except OSError as error:
             raise TraceError(self.path, 1, "", f"cannot be opened: {error.strerror or error}") from error
         if len(kept) > MOST_KEPT_BYTES:
@@ -75,6 +87,11 @@ class TraceSource:
             raise TraceError(self.path, 1, "", f"can be read only once and is larger than {size}: write it to a file")
         self._kept = kept
         return io.BytesIO(kept)
+
+    def _standard_input(self) -> BinaryIO:
+        if sys.stdin is None or sys.stdin.closed:
+            raise TraceError(self.path, 1, "", "is closed; give the name of a file")
+        return sys.stdin.buffer
 
 
 class TraceReader:

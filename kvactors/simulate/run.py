@@ -160,23 +160,36 @@ def simulate(
     jobs: int,
     most_failures: int,
     say: Callable[[str], None],
+    on_progress: Callable[[Totals], None] | None = None,
 ) -> Totals:
-    """Runs scenarios and tells of each failing one; stops early after `most_failures`, and after the run in hand at Ctrl-C."""
+    """Runs scenarios and tells of each failing one; stops early after `most_failures`, and after the run in hand at Ctrl-C.
+
+    `on_progress` gets the totals after each run, before a failing one is told of.
+    """
     totals = Totals()
     before = signal.signal(signal.SIGINT, lambda *_: setattr(totals, "interrupted", True))
     try:
-        _simulate(scenarios, totals, jobs, most_failures, say)
+        _simulate(scenarios, totals, jobs, most_failures, say, on_progress)
     finally:
         signal.signal(signal.SIGINT, before)
     return totals
 
 
-def _simulate(scenarios: Iterable[Scenario], totals: Totals, jobs: int, most_failures: int, say: Callable[[str], None]) -> None:
+def _simulate(
+    scenarios: Iterable[Scenario],
+    totals: Totals,
+    jobs: int,
+    most_failures: int,
+    say: Callable[[str], None],
+    on_progress: Callable[[Totals], None] | None,
+) -> None:
     logging.getLogger("kvactors").setLevel(logging.CRITICAL)  # the injected faults are no news
     start = time.monotonic()
     for outcomes in run_seeds(scenarios, jobs):
         totals.add(outcomes)
         totals.wall_s = time.monotonic() - start
+        if on_progress is not None:
+            on_progress(totals)
         if outcomes.violations:
             _tell(outcomes, say)
         totals.stopped = totals.failing >= most_failures

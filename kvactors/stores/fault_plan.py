@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,6 +17,9 @@ KEYED_CALLS = (
 OTHER_CALLS = ("register", "unregister", "health", "stats")
 
 _PLAN_FIELDS = ("faults", "name", "preset", "seed")
+MOST_LATENCY_S = 3600.0
+"""Longest time that can be given to one call, seconds."""
+
 WHATS = ("outcome", "raise", "short", "long", "latency", "freeze", "kill", "evict")
 
 
@@ -75,8 +77,8 @@ class Fault:
                 raise ConfigError(f"{name} = {count!r}: must be a whole number >= 1")
         if self.probability is not None and not (_number(self.probability) and 0 <= self.probability <= 1):
             raise ConfigError(f"probability = {self.probability!r}: must be a number from 0 to 1")
-        if not (_number(self.latency_s) and 0 <= self.latency_s < math.inf):
-            raise ConfigError(f"latency_s = {self.latency_s!r}: must be a number of seconds >= 0")
+        if not (_number(self.latency_s) and 0 <= self.latency_s <= MOST_LATENCY_S):
+            raise ConfigError(f"latency_s = {self.latency_s!r}: must be a number of seconds from 0 to {MOST_LATENCY_S:g}")
         for name in ("applied", "raises", "unreachable"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: must be true or false")

@@ -14,9 +14,10 @@ from kvactors.core.observe import Span
 from kvactors.core.stats import EngineStats, GroupStats, SessionStats
 from kvactors.layouts import FAMILIES
 from kvactors.replay.html import render_page
+from kvactors.replay.no_hits import why_no_hits
 from kvactors.replay.report import Report, TracePart, build_report
 from kvactors.replay.store_events import store_events
-from kvactors.replay.summary import print_summary, why_no_hits
+from kvactors.replay.summary import print_summary
 from kvactors.replay.tally import MOST_EVENTS, MOST_SAMPLES, Sample, Tally
 from kvactors.replay.timeline import SpanLog, busiest_step, trace_events
 

@@ -45,7 +45,11 @@ SESSION_CALLS = (
     "batch_get_session_end",
 )
 
-INSTALL = "pip install 'mooncake-transfer-engine-non-cuda>=0.3.13'"
+LEAST_VERSION = "0.3.13"
+"""The first version that has the session calls; pyproject.toml says the same."""
+
+INSTALL = "pip install 'kvactors[mooncake]'"
+"""How to get the client and the master; `kvactors doctor` says the same."""
 
 LEAST_CLOSE_S = 5.0
 """A healthy client closes in one to two seconds."""
@@ -83,7 +87,7 @@ def check_sessions(module: Any) -> None:
     missing = [call for call in SESSION_CALLS if not hasattr(module.MooncakeDistributedStore, call)]
     if missing:
         name, version = installed_version() or ("mooncake", "of unknown version")
-        raise ConfigError(f"{name} {version} is too old, it has no {missing[0]}; {INSTALL}")
+        raise ConfigError(f"{name} {version} is too old, it has no {missing[0]}; {LEAST_VERSION} or newer is needed: {INSTALL}")
 
 
 class Placed(NamedTuple):
