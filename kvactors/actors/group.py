@@ -200,13 +200,15 @@ class GroupActor(Actor):
             self.context.replied()
         gs = self.steps.get(job.step)
         match job:
-            case Transfer(kind=Kind.GET) if done.late:
-                self._loader.returned_late(job)
-                self._progress_all()
-            case Transfer(kind=Kind.GET) if gs is not None:
-                self._loader.transferred(gs, done, job)
-            case Transfer(kind=Kind.PUT) if gs is not None:
-                self._saver.transferred(gs, done, job)
+            case Transfer():
+                if job.kind is Kind.PUT:
+                    if gs is not None:
+                        self._saver.transferred(gs, done, job)
+                elif done.late:
+                    self._loader.returned_late(job)
+                    self._progress_all()
+                elif gs is not None:
+                    self._loader.transferred(gs, done, job)
             case Open(kind=Kind.GET):
                 sessions = [s for s in job.sessions if isinstance(s, GetSession)]
                 for touched in self._loader.opened(done, sessions):
@@ -226,7 +228,7 @@ class GroupActor(Actor):
                     gs.closing -= 1
                 self._loader.closed(job.sessions, done)
                 self._progress_all()
-            case Ask() | Transfer() | Commit() | Revoke():
+            case Ask() | Commit() | Revoke():
                 pass  # a question of our own without consequence, or a late answer for a session that has ended
         self._progress(job.step)
 
@@ -257,12 +259,12 @@ class GroupActor(Actor):
     def _progress(self, step: int) -> None:
         """Reports each stage that the step has now reached in this group, once."""
         c = self.context
-        if self.table.idle:
-            if self._stray:
+        if self._stray:
+            if self.table.idle:
                 self._stray = False
                 c.upward(GroupIdle(self.group_id))
         elif not self.steps:
-            self._stray = True
+            self._stray = not self.table.idle
         gs = self.steps.get(step)
         if gs is None:
             return

@@ -179,13 +179,16 @@ class Loader:
         if loads is None:
             return
         planned = [(layer, self._reads(gs, layer, event, priority)) for layer in self._due(loads, layers)]
+        if not planned:
+            return
         for layer, jobs in planned:  # whatever raised before this left the layer unplanned, so that it can still be failed
             gs.state.loads[layer].plan(self._c.group_id, len(jobs))
             gs.reads += len(jobs)
         self._c.submit_together([job for _, jobs in planned for job in jobs])
 
     def _due(self, loads: StepLoads, layers: Iterable[int]) -> list[int]:
-        return [layer for layer in layers if layer not in loads.started and layer in self._c.ranges.layers]
+        started, mine = loads.started, self._c.ranges.layers
+        return [layer for layer in layers if layer not in started and layer in mine]
 
     def _reads(self, gs: GroupStep, layer: int, event: DeviceEvent | None, priority: Priority) -> list[Transfer]:
         """The transfers that load a layer; requests that failed on a later one fail here already."""

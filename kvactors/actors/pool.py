@@ -270,6 +270,11 @@ class TransferPool:
         """Jobs that wait for a worker; not those that wait for their device event."""
         return len(self._queue)
 
+    @property
+    def waiting(self) -> int:
+        """Jobs that wait for a worker or for their device event: a plain read from any thread."""
+        return len(self._queue) + len(self._gated)
+
     def glance(self) -> Glance:
         """What is queued and running now: plain reads from any thread, without the lock, so that nobody waits for who looks."""
         queued = self._queue.counts()

@@ -52,6 +52,11 @@ class LayerTask:
         if ended:
             self._end()
 
+    @property
+    def planned(self) -> bool:
+        """Whether every group has said how many calls it makes; those calls were queued, or are about to be."""
+        return not self._waiting
+
     def waits_for(self, group_id: int) -> bool:
         return group_id in self._waiting
 

@@ -178,6 +178,7 @@ class Engine:
             self.gate,
             CpuDevices() if devices is None else devices,
             hookless_layers,
+            self._pool,
             self._coordinator.mailbox.post,
         )
         self._intake = Intake(layout, self.hash_tokens, group_layers, self._stats)

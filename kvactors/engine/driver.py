@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from kvactors.actors.actor import Post
 from kvactors.actors.latch import SaveGate
+from kvactors.actors.pool import TransferPool
 from kvactors.actors.step_state import LayerTask, StepState
 from kvactors.core.config import EngineConfig
 from kvactors.core.events import DeviceEvent, Devices
@@ -33,13 +34,14 @@ class StepDriver:
         gate: SaveGate,
         devices: Devices,
         hookless_layers: Sequence[int],
+        pool: TransferPool,
         post: Post,
     ) -> None:
         bad = sorted(layer for layer in hookless_layers if not 0 <= layer < layout.stage_layers)
         if bad:
             raise ConfigError(f"hookless_layers {bad}: this stage's layers are 0 to {layout.stage_layers - 1}")
         self.open_step: StepState | None = None
-        self._config, self._gate, self._devices, self._post = config, gate, devices, post
+        self._config, self._gate, self._devices, self._pool, self._post = config, gate, devices, pool, post
         self._layers = layout.stage_layers
         self._hookless = frozenset(hookless_layers)
         self._state_layers = frozenset(
@@ -74,7 +76,8 @@ class StepDriver:
             self._post(LayerReady(state.id, layer, self._devices.record() if event is None else event, phase, saves))
 
     def want(self, state: StepState, layer: int) -> LayerTask | None:
-        """The layer's loads, if they have to be waited for; tells the engine that somebody does.
+        """The layer's loads, if they have to be waited for; tells the engine that somebody does, if it could do anything about
+        it: not if all of them are planned and nothing waits for its turn.
 
         Raises:
             StepError: the stage has no such layer.
@@ -83,7 +86,7 @@ class StepDriver:
         task = state.loads.get(layer)
         if task is None or task.ended:
             return None
-        if not state.passed_through:
+        if not state.passed_through and not (task.planned and not self._pool.waiting):
             self._post(LayerWanted(state.id, layer, self._devices.record()))
         return task
 
