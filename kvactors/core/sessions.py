@@ -210,6 +210,11 @@ class SessionTable:
         return key not in self.writing and key not in self.poisoned and key not in self.abandoned
 
     def begin_put(self, key: str, owner: Owner, step: int) -> PutSession:
+        """Begins to write a key.
+
+        Raises:
+            SessionError: the key has a writer or is unusable, or its owner writes another (I10).
+        """
         if not self.may_open(key) or owner in self.puts:
             raise SessionError(f"{owner}: key {key} already has a writer, or is unusable in this process (I10)")
         session = PutSession(key, owner, step, self.memory.setdefault(owner.request_id, {}))

@@ -135,9 +135,18 @@ class Arena:
 
     def _take(self, start: int, want: int) -> None:
         size = self._size_at[start]
+        left = size - want
+        at = bisect_left(self._sizes, size)
+        if left and len(self._starts[size]) == 1 and (self._sizes[at - 1] if at else 0) < left:
+            # The usual case, one large extent that gets smaller: it keeps its place among the sizes.
+            del self._size_at[start], self._starts[size]
+            self._size_at[start + want] = self._sizes[at] = left
+            self._start_to[start + size] = start + want
+            self._starts[left] = {start + want: None}
+            return
         self._remove_free(start, size)
-        if size > want:
-            self._insert_free(start + want, size - want)
+        if left:
+            self._insert_free(start + want, left)
 
     def _hand_out(self, start: int, size: int, peak: int) -> None:
         self._live[start] = size
