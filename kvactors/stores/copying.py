@@ -45,6 +45,11 @@ _INDEX_CHUNK_BYTES = 64 << 10
 """An index copy goes through a temporary; this much stays in the second-level cache and in malloc's own pages."""
 _ROW_VIEW_MAX_BYTES = ((1 << 63) - 1) // HIGHEST
 """numpy refuses a view whose size overflows 63 bits, even if it overlaps itself: 65,535 B per row on x86."""
+_ITEM_MAX_BYTES = 16 << 10
+"""Rows up to this size are copied with the GIL held: to give it away while others wait costs a system call and a wake-up each
+time, more than such a row takes. Larger ones are copied faster by two threads in turn."""
+_GIL_BYTES = 1 << 20
+"""So much is copied before the GIL is given away all the same, some 100 µs."""
 _RUN_MIN_ROWS = 8
 _RUN_MAX_BYTES = 64 << 10
 """Above this size a row costs so much more than its call that looking for runs does not pay."""
@@ -54,6 +59,12 @@ _RUN_MAX_BYTES = 64 << 10
 def _row_views(size: int) -> Bytes:
     """Row i is the `size` bytes from address LOWEST + i: every address at once, overlapping."""
     return np.ndarray((HIGHEST - LOWEST - size, size), np.uint8, cast(Any, _SPACE), 0, (1, 1))
+
+
+@lru_cache(maxsize=256)
+def _row_items(size: int) -> npt.NDArray[np.void]:
+    """`_row_views` with rows of one item, whose copy keeps the GIL: numpy gives it away from some 500 items on."""
+    return np.ndarray((HIGHEST - LOWEST - size, 1), np.dtype((np.void, size)), cast(Any, _SPACE), 0, (1, size))
 
 
 def view(address: int, nbytes: int) -> Bytes:
@@ -116,9 +127,14 @@ def _copy_scattered(to: Addresses, of: Addresses, size: int) -> None:
         for begin in range(0, len(to), step):
             rows[to[begin : begin + step]] = rows[of[begin : begin + step]]
     elif size <= _ROW_VIEW_MAX_BYTES:
-        rows = _row_views(size)
-        for t, o in zip(to.tolist(), of.tolist(), strict=True):
-            rows[t] = rows[o]
+        items, rows = _row_items(size), _row_views(size)
+        step = _GIL_BYTES // size if size <= _ITEM_MAX_BYTES else 1
+        to_list, of_list = to.tolist(), of.tolist()
+        for begin in range(0, len(to_list), step):
+            last = min(begin + step, len(to_list)) - 1
+            for t, o in zip(to_list[begin:last], of_list[begin:last], strict=True):
+                items[t] = items[o]
+            rows[to_list[last]] = rows[of_list[last]]
     else:
         space = _SPACE
         for t, o in zip(to.tolist(), of.tolist(), strict=True):
