@@ -18,6 +18,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from kvactors.core.layout import KVLayout, group_hashes
 from kvactors.core.lookup import KeySpace
 from kvactors.core.ranges import GroupRanges, group_ranges
 from kvactors.core.steps import NULL_BLOCK, GroupBlocks, StepRequest
-from kvactors.core.store import Outcome, RangeBatch
+from kvactors.core.store import Addresses, Outcome, RangeBatch
 from kvactors.engine import EngineConfig
 from kvactors.errors import StoreError
 from kvactors.layouts import find_layout, scale, with_block_tokens
@@ -123,7 +124,7 @@ def synthetic(count: int, seed: int = 0, *, shorter: int = 1) -> Iterator[TraceR
         yield TraceRequest(line=line, timestamp_ms=0.0, input_length=length, hash_ids=ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Move:
     """What one group moves in one step: keys, and their local blocks."""
 
@@ -292,10 +293,16 @@ def _batches(ranges: GroupRanges, layer: int, move: Move) -> Iterator[RangeBatch
     if of_layer is None:
         return
     for cut in of_layer.cuts(len(move.keys)):
-        keys = slice(cut.row_lo, cut.row_hi)
+        keys, ids = _rows(move, cut.row_lo, cut.row_hi)
         pieces = slice(cut.col_lo, cut.col_hi)
-        addresses = of_layer.addresses(np.array(move.ids[keys], np.int64), cut.col_lo, cut.col_hi)
-        yield RangeBatch(move.keys[keys], addresses, of_layer.sizes[pieces], of_layer.offsets[pieces])
+        addresses = of_layer.addresses(ids, cut.col_lo, cut.col_hi)
+        yield RangeBatch(keys, addresses, of_layer.sizes[pieces], of_layer.offsets[pieces])
+
+
+@lru_cache(maxsize=64)
+def _rows(move: Move, lo: int, hi: int) -> tuple[tuple[str, ...], Addresses]:
+    """Keys and local blocks of a call; the same objects on every layer, as the engine has them."""
+    return move.keys[lo:hi], np.array(move.ids[lo:hi], np.int64)
 
 
 def _all_ok(outcomes: Iterable[Outcome]) -> None:
