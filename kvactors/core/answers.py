@@ -64,7 +64,7 @@ class CheckedStore:
     def health(self) -> Health:
         answer = self._made("health", self._store.health)
         if not isinstance(answer, Health):
-            raise StoreCallError(f"store {self._called}: health answered {_shown(answer)}; expected a Health")
+            raise StoreCallError(f"store {self._called}: health answered {shown(answer)}; expected a Health")
         return answer
 
     def register(self, address: int, nbytes: int) -> None:
@@ -97,12 +97,12 @@ class CheckedStore:
             return answers
         one_each = f"expected a list with one {'bool' if kinds is _BOOLS else 'Outcome'} for each key"
         if type(answers) is not list:
-            came = _shown(answers)
+            came = shown(answers)
         elif len(answers) != keys:
             came = f"a list of {len(answers)}"
         else:
             at = next(i for i, answer in enumerate(answers) if type(answer) not in kinds)
-            came = f"a list whose item {at} is {_shown(answers[at])}"
+            came = f"a list whose item {at} is {shown(answers[at])}"
         raise StoreCallError(f"store {self._called}: {method} answered {came} for {keys} key{'s'[: keys != 1]}; {one_each}")
 
 
@@ -144,8 +144,8 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _shown(answer: object) -> str:
-    """What came, in words: nothing of it is printed that could be long."""
+def shown(answer: object) -> str:
+    """What came, in words, whatever it is: nothing of it is printed that could be long."""
     match answer:
         case None | bool():
             return f"{answer}"

@@ -6,7 +6,9 @@ of one request, and in events of all of them; what is oldest goes first.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from kvactors.core.clock import Clock
@@ -15,6 +17,10 @@ MOST_REQUESTS = 1024
 MOST_EVENTS_EACH = 4096
 MOST_EVENTS = 1 << 17
 """Of all requests together: some 25 MB."""
+
+LONG_CHARACTERS = 80
+MOST_LONG_TEXTS = 64
+"""Texts longer than that (what a store said in its own words) are kept once, and so many of them, not once for every block."""
 
 WHOLE_REQUEST = -1
 """In the place of a group and a block: the event is the whole request's."""
@@ -40,12 +46,35 @@ class StoryEvent(NamedTuple):
         return f"+{self.at_s - since_s:.6f}s {where}: {self.what}"
 
 
+_WORD = r"\b([a-z]+(?: \d+)?)"
+_TWICE = (
+    (re.compile(rf"{_WORD} \(\1\)"), r"\1"),
+    (re.compile(rf"{_WORD} \(\1:? "), r"\1 ("),
+    (re.compile(rf"{_WORD}: \1\b"), r"\1"),
+)
+_NUMBERS = re.compile(r"\[(\d+(?:, \d+)*)\]")
+
+
+def sentence(what: str) -> str:
+    """A text as people read it: what names a layer, or an end, and then a reason that names it again, says it once; numbers
+    stand without the brackets of a list."""
+    for twice, once in _TWICE:
+        what = twice.sub(once, what)
+    return _NUMBERS.sub(r"\1", what) if "[" in what else what
+
+
 class StoryBook:
     """The last requests that had something happen, each with its last events. Written by the engine's loop alone; read by any
-    thread."""
+    thread.
+
+    Attributes:
+        on_drop: told of each request that is forgotten, with its events; None = nobody wants to know.
+    """
 
     def __init__(self, clock: Clock) -> None:
+        self.on_drop: Callable[[str, list[StoryEvent]], None] | None = None
         self._clock = clock
+        self._long: dict[str, str] = {}
         self._pages: OrderedDict[str, deque[tuple[float, int, int, str]]] = OrderedDict()
         """plain tuples: the garbage collector lets go of these at its first look, and of no others"""
         self._events = 0
@@ -61,13 +90,22 @@ class StoryBook:
             self._pages.move_to_end(request_id)
         if len(page) < MOST_EVENTS_EACH:
             self._events += 1
+        if len(what) > LONG_CHARACTERS:
+            what = self._kept_once(what)
         page.append((self._clock.now(), group_id, block_index, what))
         while self._events > MOST_EVENTS:
             self._drop_oldest()
 
+    def _kept_once(self, what: str) -> str:
+        if len(self._long) >= MOST_LONG_TEXTS and what not in self._long:
+            self._long.clear()
+        return self._long.setdefault(what, what)
+
     def _drop_oldest(self) -> None:
-        _, page = self._pages.popitem(last=False)
+        request_id, page = self._pages.popitem(last=False)
         self._events -= len(page)
+        if self.on_drop is not None:
+            self.on_drop(request_id, _events(page))
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -78,9 +116,13 @@ class StoryBook:
 
     def events(self, request_id: str) -> list[StoryEvent]:
         """The events of one request, oldest first; empty if there is no page of it."""
-        return [StoryEvent(*event) for event in list(self._pages.get(request_id, ()))]
+        return _events(self._pages.get(request_id, ()))
 
     def tell(self, request_id: str) -> list[str]:
         """One line per event: seconds since the request's first, group, block, what happened."""
         events = self.events(request_id)
         return [event.line(events[0].at_s) for event in events]
+
+
+def _events(page: Iterable[tuple[float, int, int, str]]) -> list[StoryEvent]:
+    return [StoryEvent(at_s, group_id, block_index, sentence(what)) for at_s, group_id, block_index, what in list(page)]

@@ -230,7 +230,7 @@ class Harness:
         prompt.lost_tokens = prompt.hit.tokens if prompt.hit is not None else prompt.computed
         self.tally.event(
             f"{prompt.id}: load of {prompt.lost_tokens} tokens failed at layer {failed.layer}, "
-            f"token {failed.first_token}: {failed.reason}"
+            f"token {failed.first_token}: {failed.reason.removeprefix(f'layer {failed.layer}: ')}"
         )
         self._scheduler.restart(prompt)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvactors.core.answers import said
 from kvactors.core.clock import Clock
 from kvactors.core.observe import Observer, Span
 from kvactors.core.steps import FailedLoad, GroupBlocks, StepRequest
@@ -119,7 +120,7 @@ class StepPlayer:
             if self._settle:
                 await step.settled()
         except BaseException as error:
-            await step.abort(f"the replay stopped in this step: {error!r}")
+            await step.abort(f"the replay stopped in this step: {said(error)}")
             raise
         if self._observer is not None:
             args = {"requests": len(prompts), "step": self._steps}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvactors.core import story
-from kvactors.core.story import MOST_EVENTS_EACH, MOST_REQUESTS, StoryBook
+from kvactors.core.story import MOST_EVENTS_EACH, MOST_LONG_TEXTS, MOST_REQUESTS, StoryBook, sentence
 from kvactors.devices import ManualClock
 
 
@@ -40,3 +40,53 @@ def test_all_events_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
             book.record(request, 0, n, "x")
     assert book.requests() == ["b", "c"]
     assert [len(book.events(request)) for request in book.requests()] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("noted", "read"),
+    [
+        ("load failed from token 0 on, layer 0 (layer 0: gone)", "load failed from token 0 on, layer 0 (gone)"),
+        ("load failed from token 0 on, layer 1 (layer 10: gone)", None),
+        ("load failed from token 0 on, layer 0 (get open: not found)", None),
+        ("layer 2: layer 2: transfer failed", "layer 2: transfer failed"),
+        ("step 3 is aborted (aborted)", "step 3 is aborted"),
+        ("step 3 is aborted (aborted by the caller)", "step 3 is aborted (by the caller)"),
+        ("step 3 is aborted (preempted)", None),
+        ("put open -> revoking (aborted: aborted)", "put open -> revoking (aborted)"),
+        ("put open -> revoking (aborted: preempted)", None),
+        ("step 1 is rolled back (preparation failed: groups [0, 1] were not prepared before the deadline)",
+         "step 1 is rolled back (preparation failed: groups 0, 1 were not prepared before the deadline)"),
+        ("get layer 1 failed (call failed: store a: get_ranges raised OSError: [Errno 28] full)",
+         "get layer 1 failed (call failed: store a: get_ranges raised OSError: [Errno 28] full)"),
+        ("put opening -> open", None),
+        ("put opening -> refused (readable already)", None),
+    ],
+)  # fmt: skip
+def test_what_is_noted_reads_as_a_sentence(noted: str, read: str | None) -> None:
+    book = StoryBook(ManualClock())
+    book.record("a", 0, 0, noted)
+    assert book.tell("a") == [f"+0.000000s group 0 block 0: {read or noted}"]
+    assert book.events("a")[0].what == sentence(noted)
+
+
+def test_what_is_forgotten_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(story, "MOST_EVENTS", 4)
+    book, dropped = StoryBook(ManualClock()), []
+    book.on_drop = lambda request, events: dropped.append((request, [event.what for event in events]))
+    for n in range(3):
+        book.record("a", 0, n, f"event {n}")
+    for n in range(2):
+        book.record("b", 0, n, "x")
+    assert dropped == [("a", ["event 0", "event 1", "event 2"])]
+
+
+def test_a_long_text_is_kept_once() -> None:
+    """What a store said stands in the story of every block of its call."""
+    book = StoryBook(ManualClock())
+    for n in range(2):
+        book.record("a", 0, n, "".join(["x"] * 200))
+    for n in range(2 * MOST_LONG_TEXTS):
+        book.record("b", 0, n, f"{n}" * 90)
+    first, second = book.events("a")
+    assert first.what is second.what
+    assert len({event.what for event in book.events("b")}) == 2 * MOST_LONG_TEXTS

@@ -135,7 +135,7 @@ def test_story_tells_what_happened_and_why(folder: Path) -> None:
     ]
     failed = run("story", "c", folder / "live.rank0.sock").stdout
     assert "get released (not loaded: layer 0: transfer failed)" in failed
-    assert "load failed from token 0 on, layer 0 (layer 0: transfer failed)" in failed
+    assert "load failed from token 0 on, layer 0 (transfer failed)" in failed
 
 
 def test_story_finds_the_names_that_vllm_gives(tmp_path: Path) -> None:
