@@ -16,6 +16,7 @@ from kvactors.live import Address
 from kvactors.replay.html import write_page
 from kvactors.replay.interrupts import Interrupts
 from kvactors.replay.live import run_live
+from kvactors.replay.memory_need import available_bytes, memory_warning
 from kvactors.replay.onlooker import Onlooker
 from kvactors.replay.plan import Plan
 from kvactors.replay.progress import progress_for
@@ -49,6 +50,8 @@ def run_and_show(
     err = plain_console(stderr=True)
     if plan.summary.skipped:
         err.print(f"{plan.summary.skipped} bad trace lines are skipped")
+    if (warning := memory_warning(plan, available_bytes())) is not None:
+        err.print(warning, soft_wrap=True)
     spans = SpanLog(MOST_SPANS if timeline_file else _PAGE_SPANS) if timeline_file or html_file else None
     began, failed = time.monotonic(), False
     virtual = plan.options.virtual is not None

@@ -393,7 +393,7 @@ class MemoryStore:
             return call
 
     def _begin_call(self, batch: RangeBatch, use: U, rows: Sequence[int], without_ranges: Outcome) -> RangeCall[U]:
-        """Pins what the call uses; a call without ranges is answered at once, and uses nothing."""
+        """Pins what the call names; a call without ranges is answered at once, and moves nothing."""
         if len(batch.sizes) == 0:
             call = RangeCall(batch, self._regions, use, ())
             for row in rows:

@@ -1,4 +1,4 @@
-"""The dashboard against Grafana's own schema, as its published types have it: nothing that Grafana does not know, each of its type."""
+"""The dashboard against Grafana's own schema, as its published types have it: all is known there, and of the right type."""
 
 from __future__ import annotations
 
