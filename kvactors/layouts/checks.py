@@ -1,8 +1,8 @@
 """What a layout file says twice must agree: layers with groups and with the model, bytes with heads, tokens and elements.
 
-Many hybrid models name a layer in more than one group, and rightly so: an indexer or a compressed cache beside the attention, a
-recurrent state beside it (both in parallel), the state of a compressor as a sliding window. What no model has is one cache in
-two groups, or a layer whose whole attention is of two kinds.
+The more a file says, the more is checked. Layers without a cache are common (experts alone), and so are layers in more than one
+group (an indexer or a compressed cache beside the attention, a state in parallel). So a layer that was forgotten can be told
+only where the file says how many there are, and bytes that are wrong only where it says the size of a head.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from kvactors.core.layout import Group, GroupKind
 from kvactors.errors import LayoutError
 from kvactors.layouts.elements import ELEMENT_BYTES
 
-WHOLE_ATTENTION = (GroupKind.FULL, GroupKind.CHUNKED_LOCAL, GroupKind.MLA)
-"""A layer's attention is one of these at most."""
-
-ROW_A_TOKEN = (*WHOLE_ATTENTION, GroupKind.SLIDING_WINDOW)
+ROW_A_TOKEN = (GroupKind.FULL, GroupKind.CHUNKED_LOCAL, GroupKind.MLA, GroupKind.SLIDING_WINDOW)
 """Kinds whose blocks hold a row for each token and KV head; compressed and indexer blocks hold fewer, states none."""
 
 
@@ -36,46 +33,38 @@ def check_bytes(where: str, shape: BlockShape, nbytes: int, dtype: str, head_siz
     Raises:
         LayoutError: says what was found and what was expected.
     """
-    item = ELEMENT_BYTES.get(dtype)
-    if head_size is not None:
-        if shape.kind not in ROW_A_TOKEN:
-            kinds = ", ".join(kind.value for kind in ROW_A_TOKEN)
-            raise LayoutError(f"{where}: head_size: found in a group of kind {shape.kind.value}, expected only in {kinds}")
-        if shape.kv_heads is None:
-            raise LayoutError(f"{where}: head_size: the group has no kv_heads, expected both or neither")
-        if item is None:
-            raise LayoutError(f"{where}: head_size: found dtype {dtype!r}, expected one of {', '.join(ELEMENT_BYTES)}")
-    if shape.kv_heads is None or item is None or shape.kind not in ROW_A_TOKEN:
+    if head_size is None:
         return
-    size = shape.block_tokens * shape.kv_heads * (head_size or 1) * item
-    factors = [f"block_tokens {shape.block_tokens}", f"kv_heads {shape.kv_heads}"]
-    factors += [] if head_size is None else [f"head_size {head_size}"]
-    product = f"{size} ({' x '.join(factors)} x {item} bytes of {dtype})"
-    if head_size is not None and nbytes != size:
-        raise LayoutError(f"{where}: bytes: found {nbytes}, expected {product}")
-    if nbytes % size:
-        raise LayoutError(
-            f"{where}: bytes: found {nbytes}, expected a multiple of {product}; "
-            "leave dtype out if the cache holds something else besides"
-        )
+    if shape.kind not in ROW_A_TOKEN:
+        kinds = ", ".join(kind.value for kind in ROW_A_TOKEN)
+        raise LayoutError(f"{where}: head_size: found in a group of kind {shape.kind.value}, expected only in {kinds}")
+    if shape.kv_heads is None:
+        raise LayoutError(f"{where}: head_size: the group has no kv_heads, expected both or neither")
+    item = ELEMENT_BYTES.get(dtype)
+    if item is None:
+        raise LayoutError(f"{where}: head_size: found dtype {dtype!r}, expected one of {', '.join(ELEMENT_BYTES)}")
+    size = shape.block_tokens * shape.kv_heads * head_size * item
+    if nbytes != size:
+        factors = f"block_tokens {shape.block_tokens} x kv_heads {shape.kv_heads} x head_size {head_size}"
+        raise LayoutError(f"{where}: bytes: found {nbytes}, expected {size} ({factors} x {item} bytes of {dtype})")
 
 
-def check_layers(where: str, groups: Sequence[Group], layers: int | None, uncached: Collection[int]) -> None:
-    """Checks that every layer up to the last is in a group, and in no two that exclude each other.
+def check_layers(where: str, groups: Sequence[Group], layers: int | None, uncached: Collection[int] | None) -> None:
+    """Checks that every layer of the model is in a group or has no cache, where the file says how many or which.
 
     Args:
         layers: how many the model has; None = up to the highest that is named.
-        uncached: layers that have no cache, and so no group.
+        uncached: layers that have no cache, and so no group; None = the file does not say.
 
     Raises:
         LayoutError: names the group, the layer, and what was expected.
     """
     named = {layer for group in groups for layer in group.layers}
-    if not named:  # the layout itself says what is wrong then
+    if not named or (layers is None and uncached is None):  # without any, the layout itself says what is wrong
         return
+    uncached = uncached or ()
     for group in groups:
         _check_numbers(f"{where}: group {group.id}", group, layers, uncached)
-    _check_shared(where, groups)
     last = max([*named, *uncached]) if layers is None else layers - 1
     if beyond := [layer for layer in uncached if layer > last]:
         raise LayoutError(f"{where}: uncached_layers: found {spans(beyond)}, expected numbers from 0 to {last}")
@@ -94,29 +83,6 @@ def _check_numbers(where: str, group: Group, layers: int | None, uncached: Colle
             )
         if layer in uncached:
             raise LayoutError(f"{where}: found layer {layer}, which uncached_layers names too; expected it in one of them")
-
-
-def _check_shared(where: str, groups: Sequence[Group]) -> None:
-    caches: dict[tuple[int, str], int] = {}
-    attention: dict[int, Group] = {}
-    for group in groups:
-        for layer, entries in group.layers.items():
-            here = f"{where}: group {group.id}: layer {layer}"
-            for entry in entries:
-                first = caches.setdefault((layer, entry.name), group.id)
-                if first != group.id:
-                    raise LayoutError(
-                        f"{here}: found its entry {entry.name!r} here and in group {first}, expected it in one group; "
-                        "take the layer out of one of them, or give another cache of it another name"
-                    )
-            if group.kind in WHOLE_ATTENTION:
-                other = attention.setdefault(layer, group)
-                if other.kind is not group.kind:
-                    kinds = ", ".join(kind.value for kind in WHOLE_ATTENTION)
-                    raise LayoutError(
-                        f"{here}: found kind {group.kind.value} here and kind {other.kind.value} in group {other.id}, "
-                        f"expected one of {kinds} a layer"
-                    )
 
 
 def _gaps(numbers: Sequence[int], last: int) -> str:

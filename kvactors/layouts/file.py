@@ -40,8 +40,8 @@ def layout_from_data(data: Any, where: str) -> KVLayout:
     made = [_group(f"{where}: group {i}", i, g) for i, g in enumerate(groups)]
     _check_blocks(where, made)
     layers = _whole(where, "layers", data["layers"], 1) if "layers" in data else None
-    uncached = data.get("uncached_layers", [])
-    check_layers(where, made, layers, sorted(_numbers(where, "uncached_layers", uncached)))
+    uncached = sorted(_numbers(where, "uncached_layers", data["uncached_layers"])) if "uncached_layers" in data else None
+    check_layers(where, made, layers, uncached)
     try:
         return KVLayout(name, made)
     except LayoutError as error:
