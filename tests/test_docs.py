@@ -25,11 +25,13 @@ def run(*words: str | Path) -> str:
 
 def test_the_embedding_page_prints_what_it_says(tmp_path: Path) -> None:
     text = (ROOT / "docs/embedding.md").read_text()
-    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    path = tmp_path / "program.py"
-    path.write_text(program)
-    (shown,) = re.findall(r"It prints\n\n((?:    .*\n)+)", text)
-    assert run(path) == re.sub(r"^    ", "", shown, flags=re.MULTILINE)
+    programs = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    shown = re.findall(r"(?:It|This program) prints\n\n((?:    .*\n)+)", text)
+    assert len(programs) == len(shown) == 2
+    for program, output in zip(programs, shown, strict=True):
+        path = tmp_path / "program.py"
+        path.write_text(program)
+        assert run(path) == re.sub(r"^    ", "", output, flags=re.MULTILINE)
 
 
 def test_the_example_runs() -> None:

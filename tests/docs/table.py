@@ -14,7 +14,7 @@ EXCERPT = "an excerpt of a larger program"
 
 ELSEWHERE = {
     "tests/test_docs.py": {
-        "docs/embedding.md": ["import asyncio", "two: layer 1"],
+        "docs/embedding.md": ["import asyncio", "two: layer 1", "import ctypes", "first: 0 tokens"],
         "docs/faults.md": ["seed: 7"],
     },
     "tests/traces/test_docs_page.py": {
