@@ -131,7 +131,7 @@ def _mooncake_client() -> Finding:
     try:
         native_module()
     except Exception as error:
-        fix = f"apt-get install {' '.join(LIBRARIES.values())}" if "cannot be loaded" in str(error) else INSTALL
+        fix = f"apt-get install {' '.join(LIBRARIES.values())}" if "apt-get install" in str(error) else INSTALL
         return Finding(name, BROKEN, _line(error), fix)
     return Finding(name, OK, " ".join(found))
 

@@ -30,6 +30,7 @@ import contextlib
 import ctypes
 import importlib
 import os
+import re
 import socket
 import struct
 import time
@@ -39,28 +40,43 @@ from typing import Any
 
 from kvactors.errors import ConfigError, StoreError
 from kvactors.log import get_logger
-from kvactors.stores.mooncake.client import INSTALL, LIBRARIES
+from kvactors.stores.mooncake.client import INSTALL, LEAST_VERSION, installed_version, not_loaded
 
 log = get_logger("kvactors.transport")
 
 LISTEN_S = 0.05
 """How long ending an engine may take."""
 
+OLDEST = (0, 3, 13)
+"""Before it, 0.3.7.post1, 0.3.9, 0.3.10.post2 and 0.3.11.post1 end tests/disagg/transports/test_mooncake.py by a signal,
+and with 0.3.12.post1 it fails and does not end in 200 s."""
+
 FIRST_LISTEN_S = 1.1
 """An engine younger than this still listens with its own patience of a second."""
 
 
 def transfer_engine_class() -> Any:
-    """The native class. ConfigError when it is missing or cannot be loaded."""
+    """The native class. ConfigError when it is missing, cannot be loaded, or is of a version that crashes."""
+    _refuse_old()
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # its other lines go to stderr, dozens an engine
     try:
         module = importlib.import_module("mooncake.engine")
     except ModuleNotFoundError as error:
         raise ConfigError(f"Mooncake's TransferEngine is not installed; {INSTALL}") from error
     except ImportError as error:
-        packages = " ".join(LIBRARIES.values())
-        raise ConfigError(f"Mooncake's TransferEngine cannot be loaded: {error}; try: apt-get install {packages}") from error
+        raise ConfigError(not_loaded("Mooncake's TransferEngine", error)) from error
     return module.TransferEngine
+
+
+def _refuse_old() -> None:
+    """ConfigError for a version that is known to be older than `OLDEST`; its class has the same methods as a newer one's."""
+    name, version = installed_version() or ("", "")
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if numbers and numbers < OLDEST:
+        raise ConfigError(
+            f"{name} {version} is too old, its TransferEngine may crash the process; {LEAST_VERSION} or newer is "
+            f"needed: {INSTALL}"
+        )
 
 
 class NativeEngine:

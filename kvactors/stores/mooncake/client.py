@@ -45,8 +45,8 @@ SESSION_CALLS = (
     "batch_get_session_end",
 )
 
-LEAST_VERSION = "0.3.13"
-"""The first version that has the session calls; pyproject.toml says the same."""
+LEAST_VERSION = "0.3.13.post1"
+"""The first that has the session calls and loads without the CUDA runtime, which 0.3.13 links; pyproject.toml says the same."""
 
 INSTALL = "pip install 'kvactors[mooncake]'"
 """How to get the client and the master; `kvactors doctor` says the same."""
@@ -76,10 +76,20 @@ def native_module() -> Any:
     except ModuleNotFoundError as error:
         raise ConfigError(f"the Mooncake client is not installed; {INSTALL}") from error
     except ImportError as error:
-        packages = " ".join(LIBRARIES.values())
-        raise ConfigError(f"the Mooncake client cannot be loaded: {error}; try: apt-get install {packages}") from error
+        raise ConfigError(not_loaded("the Mooncake client", error)) from error
     check_sessions(module)
     return module
+
+
+def not_loaded(what: str, error: ImportError) -> str:
+    """Why a module of Mooncake cannot be loaded, and what helps: system libraries, or a package that wants no CUDA."""
+    if "libcuda" in str(error):
+        name, version = installed_version() or ("mooncake", "of unknown version")
+        return (
+            f"{what} cannot be loaded: {name} {version} needs the CUDA runtime ({error}); mooncake-transfer-engine-non-cuda "
+            f"{LEAST_VERSION} or newer does not: {INSTALL}"
+        )
+    return f"{what} cannot be loaded: {error}; try: apt-get install {' '.join(LIBRARIES.values())}"
 
 
 def check_sessions(module: Any) -> None:

@@ -44,6 +44,13 @@ def test_an_engine_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, module: o
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize("version", ["0.3.7.post1", "0.3.9", "0.3.12.post1"])
+def test_a_version_that_crashes_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(native, "installed_version", lambda: ("mooncake-transfer-engine", version))
+    with pytest.raises(ConfigError, match=f"{version} is too old, its TransferEngine may crash the process"):
+        MooncakeTransport("127.0.0.1")
+
+
 def test_a_host_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvactors.disagg.transports.mooncake.transfer_engine_class", lambda: Refusing)
     with pytest.raises(ConfigError, match="has no address"):

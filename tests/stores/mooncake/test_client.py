@@ -53,13 +53,22 @@ def test_a_missing_library_is_named_with_the_packages_that_have_them(monkeypatch
         native_module()
 
 
+def test_a_client_that_wants_cuda_is_named_with_the_version_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "installed_version", lambda: ("mooncake-transfer-engine-non-cuda", "0.3.13"))
+    importing(monkeypatch, failing(ImportError("libcudart.so.12: cannot open shared object file")))
+    with pytest.raises(ConfigError, match=r"non-cuda 0\.3\.13 needs the CUDA runtime .*0\.3\.13\.post1 or newer") as caught:
+        native_module()
+    assert "apt-get" not in str(caught.value)
+
+
 @pytest.mark.parametrize("lacking", SESSION_CALLS)
 def test_a_client_without_sessions_is_refused_with_the_version_to_install(
     monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
     monkeypatch.setattr(clients, "installed_version", lambda: ("mooncake-transfer-engine", "0.3.12"))
     old = type("Old", (), {call: None for call in SESSION_CALLS if call != lacking})
-    told = rf"^mooncake-transfer-engine 0\.3\.12 is too old, it has no {lacking}; 0\.3\.13 or newer is needed: pip install"
+    needed = r"0\.3\.13\.post1 or newer is needed: pip install"
+    told = rf"^mooncake-transfer-engine 0\.3\.12 is too old, it has no {lacking}; {needed}"
     with pytest.raises(ConfigError, match=told):
         check_sessions(SimpleNamespace(MooncakeDistributedStore=old))
 
