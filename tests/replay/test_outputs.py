@@ -7,7 +7,9 @@ import json
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
+from typing import Any
 
+import pytest
 from rich.console import Console
 
 from kvactors.core.observe import Span
@@ -235,3 +237,31 @@ def test_what_the_store_did_comes_before_all_other_events() -> None:
     events = report(tally=tally, stats=EngineStats(sessions=SessionStats(put_opened=2, put_abandoned=2))).events
     assert events[0] == "the store was lost (put sessions abandoned: 2)"
     assert events[1:3] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "sessions", "failures", "want"),
+    [
+        (0, {"put_abandoned": 2}, {"lost_calls": 3}, "nothing was saved: the store did not answer in time (calls that did not"),
+        (
+            1,
+            {"put_opened": 6, "put_revoked": 5, "revoked_by": {"stale session": 4, "other": 1}},
+            {},
+            "only 1 blocks were saved: 5 of 6 put sessions were revoked (stale session: 4, other: 1); the store is too slow",
+        ),
+        (0, {"put_opened": 2, "put_revoked": 2, "revoked_by": {"other": 2}}, {}, "2 of 2 put sessions were revoked (other: 2)"),
+        (0, {"put_refused": 4}, {}, "nothing was saved: the store refused to begin any of 4 saves"),
+        (2, {"put_abandoned": 7}, {"outages": 1, "lost_calls": 1}, "the store was lost; 2 objects had been saved by then"),
+        (0, {}, {"outages": 2}, "nothing was saved: the store could not be reached (outages: 2)"),
+        (3, {}, {"lookup_errors": 2}, "the store did not answer: lookups that failed: 2"),
+        (3, {}, {"load_failed": 5}, "loads failed for 5 requests"),
+    ],
+)
+def test_why_no_hits_where_the_store_failed(saved: int, sessions: dict[str, Any], failures: dict[str, int], want: str) -> None:
+    found = report()
+    found.blocks["0"].looked_up, found.blocks["0"].saved = 4, saved
+    for name, value in sessions.items():
+        setattr(found.sessions, name, value)
+    for name, number in failures.items():
+        setattr(found.failures, name, number)
+    assert want in why_no_hits(found, 1024)
