@@ -24,7 +24,7 @@ class Priority(IntEnum):
 
 
 LOADS_ONLY = (Priority.DEMANDED, Priority.PREFETCH)
-EVERY = tuple(Priority)
+EVERY = tuple(Priority)  # made once: to go through the enumeration costs more than to look at the queues
 
 
 class Queueable(Protocol):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from kvactors.core.clock import Clock
@@ -65,14 +64,9 @@ def sentence(what: str) -> str:
 
 class StoryBook:
     """The last requests that had something happen, each with its last events. Written by the engine's loop alone; read by any
-    thread.
-
-    Attributes:
-        on_drop: told of each request that is forgotten, with its events; None = nobody wants to know.
-    """
+    thread."""
 
     def __init__(self, clock: Clock) -> None:
-        self.on_drop: Callable[[str, list[StoryEvent]], None] | None = None
         self._clock = clock
         self._long: dict[str, str] = {}
         self._pages: OrderedDict[str, deque[tuple[float, int, int, str]]] = OrderedDict()
@@ -102,10 +96,8 @@ class StoryBook:
         return self._long.setdefault(what, what)
 
     def _drop_oldest(self) -> None:
-        request_id, page = self._pages.popitem(last=False)
+        _, page = self._pages.popitem(last=False)
         self._events -= len(page)
-        if self.on_drop is not None:
-            self.on_drop(request_id, _events(page))
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -116,13 +108,10 @@ class StoryBook:
 
     def events(self, request_id: str) -> list[StoryEvent]:
         """The events of one request, oldest first; empty if there is no page of it."""
-        return _events(self._pages.get(request_id, ()))
+        page = list(self._pages.get(request_id, ()))
+        return [StoryEvent(at_s, group_id, block_index, sentence(what)) for at_s, group_id, block_index, what in page]
 
     def tell(self, request_id: str) -> list[str]:
         """One line per event: seconds since the request's first, group, block, what happened."""
         events = self.events(request_id)
         return [event.line(events[0].at_s) for event in events]
-
-
-def _events(page: Iterable[tuple[float, int, int, str]]) -> list[StoryEvent]:
-    return [StoryEvent(at_s, group_id, block_index, sentence(what)) for at_s, group_id, block_index, what in list(page)]

@@ -69,17 +69,6 @@ def test_what_is_noted_reads_as_a_sentence(noted: str, read: str | None) -> None
     assert book.events("a")[0].what == sentence(noted)
 
 
-def test_what_is_forgotten_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(story, "MOST_EVENTS", 4)
-    book, dropped = StoryBook(ManualClock()), []
-    book.on_drop = lambda request, events: dropped.append((request, [event.what for event in events]))
-    for n in range(3):
-        book.record("a", 0, n, f"event {n}")
-    for n in range(2):
-        book.record("b", 0, n, "x")
-    assert dropped == [("a", ["event 0", "event 1", "event 2"])]
-
-
 def test_a_long_text_is_kept_once() -> None:
     """What a store said stands in the story of every block of its call."""
     book = StoryBook(ManualClock())
