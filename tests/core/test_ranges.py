@@ -12,6 +12,8 @@ from kvactors.core.config import EngineConfig
 from kvactors.core.coverage import Coverage
 from kvactors.core.layout import CacheEntry, Group, GroupKind, KVLayout
 from kvactors.core.ranges import MAX_RANGES, GroupRanges, group_ranges, most_keys, read_runs, whole_rows
+from kvactors.core.saves import StepSaves
+from kvactors.core.sessions import Owner, PutSession, PutState
 from kvactors.errors import ConfigError, LayoutError
 
 entries = st.lists(st.integers(1, 300), min_size=1, max_size=5)
@@ -185,3 +187,22 @@ def test_runs_double_from_one_layer_up_to_a_good_range(sizes: list[list[int]], g
             assert last == layers[-1] or enough
         assert len(members) <= most
         most *= 2
+
+
+def test_a_row_that_dropped_out_is_in_no_later_call() -> None:
+    """The plan of a step's rows is kept from layer to layer, until one is killed or closed."""
+    _, ranges = ranges_of([[16]] * 4, EngineConfig())
+    saves = StepSaves(ranges)
+    saves.admit([PutSession(f"k{i}", Owner("r", 0, i), 1, {}, PutState.OPEN) for i in range(4)], range(4))
+    layers = list(ranges.layers)
+
+    def keys(layer: int) -> list[str]:
+        return [key for call in saves.signal(layer) for key in call.batch.keys]
+
+    assert keys(layers[0]) == ["k0", "k1", "k2", "k3"]
+    saves.kill(1, "it failed")
+    assert keys(layers[1]) == ["k0", "k2", "k3"]
+    saves.close(2)
+    assert keys(layers[2]) == ["k0", "k3"]
+    saves.close_all()
+    assert keys(layers[3]) == []
