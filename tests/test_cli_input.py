@@ -1,4 +1,4 @@
-"""What the command line takes and refuses: a dash for standard input, times and speeds, advice that fits; the progress line."""
+"""What the command line takes and refuses: a dash for standard input, times and speeds, advice, memory; the progress line."""
 
 from __future__ import annotations
 
@@ -134,6 +134,32 @@ def test_times_and_speeds_that_mean_nothing_are_refused(words: str, part: str) -
 def test_the_latency_of_a_plan_is_an_hour_at_most(latency_s: float) -> None:
     with pytest.raises(ConfigError, match=r"latency_s.*from 0 to 3600"):
         FaultPlan.from_mapping({"faults": [{"what": "latency", "latency_s": latency_s}]})
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words", "warned"),
+    [
+        (100, [], True),
+        (100, ["--json"], True),
+        (100, ["--virtual", "--json"], True),
+        (100, ["--json", "--capacity", "1GB"], False),
+        (None, ["--json"], False),
+    ],
+)
+def test_a_replay_warns_of_too_little_memory_and_runs(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int | None, words: list[str], warned: bool
+) -> None:
+    monkeypatch.setattr("kvactors.replay.command.available_bytes", lambda: nbytes)
+    result = run("replay", str(SAMPLE), "--requests", "5", *words)
+    assert result.exit_code == 0, result.output
+    warnings = [line for line in result.stderr.splitlines() if line.startswith("warning:")]
+    assert len(warnings) == warned
+    assert all("100 B of memory left" in line and "--scale" in line and "--capacity" in line for line in warnings)
+    assert "warning:" not in result.stdout
+    assert json.loads(result.stdout)["requests"]["completed"] == 5 if "--json" in words else "5 of 5" in result.stdout
 
 
 # -- the progress of a simulation ------------------------------------------------------------------------------------------
