@@ -84,6 +84,7 @@ _SECONDS = click.FloatRange(min=0)
 @click.option("--report", "report_file", metavar="FILE", callback=file_name, help="Write the JSON report.")
 @click.option("--html", "html_file", metavar="FILE", callback=file_name, help="Write a page with charts.")
 @click.option("--timeline", "timeline_file", metavar="FILE", callback=file_name, help="Write a Chrome/Perfetto trace.")
+@click.option("--stories", "stories_file", metavar="FILE", callback=file_name, help="Write all that `kvactors story` can tell.")
 @click.option("--virtual", is_flag=True, help="Virtual time, simulated workers: repeatable byte for byte.")
 @click.option("--bandwidth", metavar="SIZE/s", callback=rate, help="With --virtual: of a worker. [default: 10GB]")
 @click.option(
@@ -125,6 +126,7 @@ def replay(
     report_file: str | None,
     html_file: str | None,
     timeline_file: str | None,
+    stories_file: str | None,
     virtual: bool,
     bandwidth: int | None,
     latency: float | None,
@@ -150,12 +152,21 @@ def replay(
                 hint = f"{real} needs a real one, so leave {option} out"
             raise click.UsageError(f"{option}: belongs to the virtual clock; {hint}")
     if live is not None and virtual:
-        raise click.UsageError("--live: virtual time has nothing to look at while it runs; leave --virtual out")
+        raise click.UsageError(
+            "--live: virtual time has nothing to look at while it runs; leave --virtual out, or give --stories FILE and read "
+            "that with `kvactors story` afterwards"
+        )
     layout, family = resolve_layout(layout_name, block_tokens, scale)
     if namespace is not None:
         layout = layout.with_namespace(namespace)
     inputs = {"the trace": trace, "the layout": None if family else layout_name, "the fault plan": faults}
-    outputs = {"--report": report_file, "--html": html_file, "--timeline": timeline_file, "--event-log": event_log}
+    outputs = {
+        "--report": report_file,
+        "--html": html_file,
+        "--timeline": timeline_file,
+        "--stories": stories_file,
+        "--event-log": event_log,
+    }
     check_outputs(inputs, outputs)
     check_name("--store", store, tuple(store_names()), "store")
     if format_name is not None:
@@ -202,6 +213,7 @@ def replay(
         html_file=html_file,
         timeline_file=timeline_file,
         event_log_file=event_log,
+        stories_file=stories_file,
         as_json=as_json,
         live=address,
     )

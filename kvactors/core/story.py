@@ -1,13 +1,15 @@
 """What happened to the sessions of a request, in order: the memory behind `engine.story(request_id)`.
 
 Nothing is kept unless somebody asked for it (`Engine.keep_stories`). Then memory is bounded three times: in requests, in events
-of one request, and in events of all of them; what is oldest goes first.
+of one request, and in events of all of them; what is oldest goes first. Whoever wants all of it takes what goes.
 """
 
 from __future__ import annotations
 
 import re
 from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from kvactors.core.clock import Clock
@@ -54,6 +56,7 @@ _TWICE = (
 _NUMBERS = re.compile(r"\[(\d+(?:, \d+)*)\]")
 
 
+@lru_cache(maxsize=4096)
 def sentence(what: str) -> str:
     """A text as people read it: what names a layer, or an end, and then a reason that names it again, says it once; numbers
     stand without the brackets of a list."""
@@ -64,9 +67,15 @@ def sentence(what: str) -> str:
 
 class StoryBook:
     """The last requests that had something happen, each with its last events. Written by the engine's loop alone; read by any
-    thread."""
+    thread.
+
+    Attributes:
+        forgotten: is given a request and its events when there is no room for them any more; no event is given twice, nor lost.
+            Called on the engine's loop.
+    """
 
     def __init__(self, clock: Clock) -> None:
+        self.forgotten: Callable[[str, list[StoryEvent]], None] | None = None
         self._clock = clock
         self._long: dict[str, str] = {}
         self._pages: OrderedDict[str, deque[tuple[float, int, int, str]]] = OrderedDict()
@@ -82,6 +91,9 @@ class StoryBook:
                 self._drop_oldest()
         else:
             self._pages.move_to_end(request_id)
+        if len(page) == MOST_EVENTS_EACH and self.forgotten is not None:
+            self._hand_on(request_id, page)
+            page.clear()
         if len(page) < MOST_EVENTS_EACH:
             self._events += 1
         if len(what) > LONG_CHARACTERS:
@@ -95,9 +107,19 @@ class StoryBook:
             self._long.clear()
         return self._long.setdefault(what, what)
 
+    def forget_all(self) -> None:
+        """Lets go of every request, the oldest first. Only where the engine's loop is, or has ended."""
+        while self._pages:
+            self._drop_oldest()
+
     def _drop_oldest(self) -> None:
-        _, page = self._pages.popitem(last=False)
+        request_id, page = self._pages.popitem(last=False)
+        self._hand_on(request_id, page)
+
+    def _hand_on(self, request_id: str, page: deque[tuple[float, int, int, str]]) -> None:
         self._events -= len(page)
+        if self.forgotten is not None:
+            self.forgotten(request_id, _told(page))
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -108,10 +130,13 @@ class StoryBook:
 
     def events(self, request_id: str) -> list[StoryEvent]:
         """The events of one request, oldest first; empty if there is no page of it."""
-        page = list(self._pages.get(request_id, ()))
-        return [StoryEvent(at_s, group_id, block_index, sentence(what)) for at_s, group_id, block_index, what in page]
+        return _told(list(self._pages.get(request_id, ())))
 
     def tell(self, request_id: str) -> list[str]:
         """One line per event: seconds since the request's first, group, block, what happened."""
         events = self.events(request_id)
         return [event.line(events[0].at_s) for event in events]
+
+
+def _told(page: Iterable[tuple[float, int, int, str]]) -> list[StoryEvent]:
+    return [StoryEvent(at_s, group_id, block_index, sentence(what)) for at_s, group_id, block_index, what in page]

@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Sequence
 from difflib import get_close_matches
+from pathlib import Path
+from typing import Protocol
 
 import click
 import msgspec
@@ -22,6 +24,7 @@ from kvactors.live.client import NotFoundError, read_names, read_story
 from kvactors.live.printable import printable
 from kvactors.live.snapshot import Snapshot
 from kvactors.live.stories import lines
+from kvactors.live.story_file import StoryFile
 from kvactors.live.top import Seen, look_at, render
 from kvactors.live.view import StoryPart
 
@@ -119,16 +122,16 @@ def story(request: str, paths: tuple[str, ...], every: bool, as_json: bool) -> i
     What it loaded and saved, step by step, how each session ended, and what went wrong; blocks to which the same happened one
     after another are one line.
 
-    PATH: as of `kvactors top`. With several engines, what each of them knows.
+    PATH: as of `kvactors top`, or a file that `kvactors replay --stories` wrote. With several, what each of them knows.
     """
-    told: list[tuple[Address, StoryPart]] = []
+    told: list[tuple[Teller, StoryPart]] = []
     trouble: list[LiveViewError] = []
-    unknown: list[Address] = []
-    for address in found_addresses(paths):
+    unknown: list[Teller] = []
+    for teller in _tellers(paths):
         try:
-            found = _stories(address, request)
-            told += [(address, part) for part in found]
-            unknown += [] if found else [address]
+            found = _stories(teller, request)
+            told += [(teller, part) for part in found]
+            unknown += [] if found else [teller]
         except LiveViewError as error:
             trouble.append(error)
     if not told:
@@ -136,32 +139,59 @@ def story(request: str, paths: tuple[str, ...], every: bool, as_json: bool) -> i
     for problem in trouble:
         click.echo(f"kvactors: {printable(str(problem), 500)}", err=True)
     if as_json:
-        click.echo(json.dumps([{"address": str(address), **msgspec.to_builtins(part)} for address, part in told], indent=2))
+        click.echo(json.dumps([{"address": str(teller), **msgspec.to_builtins(part)} for teller, part in told], indent=2))
         return 1 if trouble else 0
-    several = len({address for address, _ in told}) > 1
-    for address, part in told:
-        click.echo(f"{printable(part.request)}{f' on {address}' if several else ''}, {len(part.events):,} events")
+    several = len({str(teller) for teller, _ in told}) > 1
+    for teller, part in told:
+        click.echo(f"{printable(part.request)}{f' on {teller}' if several else ''}, {len(part.events):,} events")
         for line in lines(part, every=every):
             click.echo(line)
     return 1 if trouble else 0
 
 
-def _stories(address: Address, request: str) -> list[StoryPart]:
+class Teller(Protocol):
+    """Who knows stories: a running engine, or a file."""
+
+    def names(self) -> list[str]: ...
+    def story(self, request: str) -> list[StoryPart]: ...
+
+
+class _Running:
+    def __init__(self, address: Address) -> None:
+        self._address = address
+
+    def __str__(self) -> str:
+        return str(self._address)
+
+    def names(self) -> list[str]:
+        return read_names(self._address)
+
+    def story(self, request: str) -> list[StoryPart]:
+        try:
+            return read_story(self._address, request)
+        except NotFoundError:
+            return []
+
+
+def _tellers(paths: Sequence[str]) -> list[Teller]:
+    """Files of stories, and then the engines that are meant."""
+    files = list(dict.fromkeys(path for path in paths if Path(path).is_file()))
+    others = [path for path in paths if path not in files]
+    running = found_addresses(others) if others or not files else []
+    return [*map(StoryFile, files), *map(_Running, running)]
+
+
+def _stories(teller: Teller, request: str) -> list[StoryPart]:
     """The stories of a request. If there is none under its name, of those whose names begin with it: vLLM appends a random end
     to the id that a client knows."""
-    try:
-        return read_story(address, request)
-    except NotFoundError:
-        names = [name for name in read_names(address) if name.startswith(f"{request}-") and "#" not in name]
-    found: list[StoryPart] = []
-    for name in names[:MOST_MATCHES]:
-        with contextlib.suppress(NotFoundError):  # forgotten since
-            found += read_story(address, name)
-    return found
+    if found := teller.story(request):
+        return found
+    names = [name for name in teller.names() if name.startswith(f"{request}-") and "#" not in name]
+    return [part for name in names[:MOST_MATCHES] for part in teller.story(name)]
 
 
-def _no_story(request: str, addresses: Sequence[Address]) -> str:
-    names = [name for address in addresses for name in read_names(address)]
+def _no_story(request: str, tellers: Sequence[Teller]) -> str:
+    names = [name for teller in tellers for name in teller.names()]
     if not names:
         return f"{printable(request)}: there is no story; nothing has happened there yet since the live view was opened"
     near = get_close_matches(request, names, 3) or names[:-4:-1]

@@ -21,6 +21,7 @@ from kvactors.replay.onlooker import Onlooker
 from kvactors.replay.plan import Plan
 from kvactors.replay.progress import progress_for
 from kvactors.replay.run import Outcome, Watchers
+from kvactors.replay.stories import StoryLog
 from kvactors.replay.summary import print_summary
 from kvactors.replay.tally import Tally
 from kvactors.replay.timeline import MOST_SPANS, SpanLog, write_timeline
@@ -39,13 +40,15 @@ def run_and_show(
     html_file: str | None = None,
     timeline_file: str | None = None,
     event_log_file: str | None = None,
+    stories_file: str | None = None,
     as_json: bool = False,
     live: Address | None = None,
 ) -> int:
     """Runs a plan with progress on stderr, writes the files, prints the summary (or the JSON report) on stdout; the exit code.
 
-    The files come first, so that they are there whatever becomes of stdout, and both come before the store is left, which may
-    take long. A signal meanwhile is remembered, and changes the exit code alone.
+    The event log and the stories are written while the run goes on, the other files before anything is printed, so that they
+    are there whatever becomes of stdout; and all that before the store is left, which may take long. A signal meanwhile is
+    remembered, and changes the exit code alone.
     """
     err = plain_console(stderr=True)
     if plan.summary.skipped:
@@ -57,12 +60,16 @@ def run_and_show(
     virtual = plan.options.virtual is not None
     with Interrupts() as interrupts, contextlib.ExitStack() as running:
         progress = running.enter_context(progress_for(err, plan.summary.requests, MonotonicClock(), plain=virtual))
-        log = _LogFile(event_log_file)
+        log, told = _LogFile(event_log_file), _LogFile(stories_file)
         running.callback(log.close)
+        running.callback(told.close)
+        stories = None if stories_file is None else StoryLog(told, plan)
 
         def show(outcome: Outcome) -> None:
             nonlocal failed
             elapsed_s = time.monotonic() - began
+            if stories is not None:
+                stories.finish()
             running.close()
             report = outcome.report
             failed = _write(
@@ -71,9 +78,10 @@ def run_and_show(
                 (html_file, lambda path: write_page(path, report, outcome.samples, spans.spans if spans else ())),
                 (timeline_file, lambda path: write_timeline(path, spans) if spans else None),
             )
-            if log.lost is not None:
-                failed = True
-                _cannot_write(err, event_log_file, log.lost)
+            for path, file in ((event_log_file, log), (stories_file, told)):
+                if file.lost is not None:
+                    failed = True
+                    _cannot_write(err, path, file.lost)
             if timeline_file and spans and spans.dropped:
                 err.print(f"the timeline holds the first {len(spans.spans):,} spans; {spans.dropped:,} more were left out")
             if as_json:
@@ -95,7 +103,7 @@ def run_and_show(
             on_stopping=lambda: err.print("stopping: draining what is in flight (Ctrl-C again to give up)"),
             on_outcome=show,
             on_leaving=lambda: err.print("leaving the store, which takes its time (Ctrl-C to end at once)"),
-            look=None if onlooker is None else onlooker.look,
+            looks=[watcher.look for watcher in (stories, onlooker) if watcher is not None],
             interrupts=interrupts,
         )
         if virtual:

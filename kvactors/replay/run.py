@@ -57,7 +57,7 @@ class Watchers:
         on_stopping: called at the first signal.
         on_outcome: called when the engine is closed, before the store is left: that may take long, or be cut short.
         on_leaving: called when leaving the store takes longer than a moment.
-        look: entered with the engine while it runs.
+        looks: each is entered with the engine while it runs.
         interrupts: whose signals stop the run; None = they do what they usually do.
     """
 
@@ -66,7 +66,7 @@ class Watchers:
     on_stopping: Callable[[], None] | None = None
     on_outcome: Callable[[Outcome], None] | None = None
     on_leaving: Callable[[], None] | None = None
-    look: Callable[[Engine], contextlib.AbstractContextManager[None]] | None = None
+    looks: Sequence[Callable[[Engine], contextlib.AbstractContextManager[None]]] = ()
     interrupts: Interrupts | None = None
 
 
@@ -140,7 +140,9 @@ async def _play_on(plan: Plan, ground: Ground, watchers: Watchers, pool: LocalPo
     )
     with _passing_on(watchers.interrupts, interrupted):
         async with engine:
-            with contextlib.nullcontext() if watchers.look is None else watchers.look(engine):
+            with contextlib.ExitStack() as looking:
+                for look in watchers.looks:
+                    looking.enter_context(look(engine))
                 await _play(harness, engine, iter(reader), given_up)
             report = _report(plan, ground, engine, harness)
     return Outcome(report, harness.tally.samples, harness.stopped)

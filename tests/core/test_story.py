@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from kvactors.core import story
@@ -40,6 +42,27 @@ def test_all_events_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
             book.record(request, 0, n, "x")
     assert book.requests() == ["b", "c"]
     assert [len(book.events(request)) for request in book.requests()] == [4, 4]
+
+
+def test_what_is_forgotten_is_handed_on_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every event once and in its request's order, whichever bound it was that made it go."""
+    monkeypatch.setattr(story, "MOST_EVENTS", 40)
+    monkeypatch.setattr(story, "MOST_EVENTS_EACH", 8)
+    monkeypatch.setattr(story, "MOST_REQUESTS", 6)
+    rng, book = random.Random(1), StoryBook(ManualClock())
+    noted: dict[str, list[int]] = {}
+    handed: dict[str, list[int]] = {}
+    book.forgotten = lambda request, events: handed.setdefault(request, []).extend(event.block_index for event in events)
+    for n in range(2000):
+        request = f"r{min(int(rng.expovariate(0.2)), 30)}"
+        noted.setdefault(request, []).append(n)
+        book.record(request, 0, n, "x")
+        assert len(book) <= 6
+        assert sum(len(book.events(request)) for request in book.requests()) <= 40
+    assert handed != noted
+    book.forget_all()
+    assert handed == noted
+    assert (len(book), book.requests()) == (0, [])
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_story_tells_what_happened_and_why(folder: Path) -> None:
     ]
     failed = run("story", "c", folder / "live.rank0.sock").stdout
     assert "get released (not loaded: layer 0: transfer failed)" in failed
-    assert "load failed from token 0 on, layer 0 (transfer failed)" in failed
+    assert "load failed from token 0 on (layer 0: transfer failed)" in failed
 
 
 def test_story_finds_the_names_that_vllm_gives(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_bad_usage_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     refused(run("story", "aa", folder), 1, "no story of it", "such as a")
     refused(run("story", "zz", folder / "live.rank1.sock"), 1, "nothing has happened")
     refused(run("story", "\x1b[2Ja", folder), 1, "\\x1b[2Ja")
-    refused(run("replay", SAMPLE, "--live", folder / "x.sock", "--virtual"), 2, "--live", "--virtual")
+    refused(run("replay", SAMPLE, "--live", folder / "x.sock", "--virtual"), 2, "--live", "--virtual", "--stories FILE")
     refused(run("replay", SAMPLE, "--live", "0.0.0.0:9"), 2, "loopback")
 
 
