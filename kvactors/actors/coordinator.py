@@ -236,7 +236,7 @@ class Coordinator(Actor):
     async def _prepare_expired(self, step: int) -> None:
         run = self._runs.get(step)
         if run is not None and not run.active:
-            run.failed = run.failed or f"groups {sorted(run.preparing)} were not prepared before the deadline"
+            run.failed = run.failed or f"{_groups(run.preparing)} were not prepared before the deadline"
             await self._activate(run)
 
     async def _activate(self, run: Run) -> None:
@@ -360,8 +360,8 @@ class Coordinator(Actor):
         for failure in state.failures().values():
             self._taints.add(failure)
             if self.record is not None:
-                where = f"from token {failure.first_token} on, layer {failure.layer}"
-                self.record(failure.request_id, WHOLE_REQUEST, WHOLE_REQUEST, f"load failed {where} ({failure.reason})")
+                what = f"load failed from token {failure.first_token} on ({failure.reason})"
+                self.record(failure.request_id, WHOLE_REQUEST, WHOLE_REQUEST, what)
 
     async def _begin_next(self) -> None:
         if self._open is None and self._next:
@@ -398,7 +398,7 @@ class Coordinator(Actor):
         for run in list(self._runs.values()):
             aborting = message.reason is not ReleaseReason.FINISHED
             if not run.state.windowed and message.request_id in run.state.requests and aborting:
-                await self._give_up_load(run, message.request_id, message.reason.value)
+                await self._give_up_load(run, message.request_id, f"its request was {message.reason.value}")
         self._releases.append(message)
         await self._check_releases()
 
@@ -538,7 +538,11 @@ def _nobody() -> None:
 
 def _waits_for(run: Run) -> str:
     if run.preparing:
-        return f"groups {sorted(run.preparing)} are preparing"
+        return f"{_groups(run.preparing)} are preparing"
     if run.ending:
-        return f"groups {sorted(run.ending)} have transfers under way"
-    return f"groups {sorted(run.settling)} have sessions without an end" if run.settling else "its end was not asked for"
+        return f"{_groups(run.ending)} have transfers under way"
+    return f"{_groups(run.settling)} have sessions without an end" if run.settling else "its end was not asked for"
+
+
+def _groups(ids: Iterable[int]) -> str:
+    return f"groups {', '.join(map(str, sorted(ids)))}"

@@ -214,7 +214,7 @@ class BlockingStep(StepView):
         engine.driver.in_time(state.ended.wait(engine.patience_s), f"end of step {self.id}")
         return True
 
-    def abort(self, reason: str = "aborted by the caller") -> None:
+    def abort(self, reason: str = "by the caller") -> None:
         self._engine.driver.abandon(self._state, reason)
         self._engine.driver.in_time(self._state.ended.wait(self._engine.patience_s), f"abort of step {self.id}")
 

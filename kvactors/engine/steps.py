@@ -94,7 +94,7 @@ class Step(StepView):
         self._engine.driver.finish(self._state, event)
         self._engine.driver.in_time(await self._state.ended.wait_async(self._engine.patience_s), f"end of step {self.id}")
 
-    async def abort(self, reason: str = "aborted by the caller") -> None:
+    async def abort(self, reason: str = "by the caller") -> None:
         """No new transfer starts, those under way are awaited, every put of the step is revoked."""
         self._engine.driver.abandon(self._state, reason)
         self._engine.driver.in_time(await self._state.ended.wait_async(self._engine.patience_s), f"abort of step {self.id}")

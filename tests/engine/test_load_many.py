@@ -95,7 +95,7 @@ async def test_an_abort_of_one_leaves_the_others_whole(reason: ReleaseReason) ->
         await releasing
         done = await loading
         assert done["b"].failure is not None
-        assert done["b"].failure.reason == f"aborted: {reason.value}"
+        assert done["b"].failure.reason == f"aborted: its request was {reason.value}"
         assert done["a"].failure is None
         assert done["c"].failure is None
         assert [whole(rig, requests)[i] for i in (0, 2)] == [True, True]

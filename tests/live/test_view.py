@@ -128,7 +128,7 @@ async def test_a_story_of_a_failed_load_names_the_cause(tmp_path: Path) -> None:
     assert story[0].endswith("step 2 begins: 2 blocks to load, 0 to save")
     assert any("get layer 1 failed (transfer failed)" in line for line in story)
     assert any("get released (not loaded: layer 1: transfer failed)" in line for line in story)
-    assert any("request" in line and "load failed from token 0 on, layer 1 (transfer failed)" in line for line in story)
+    assert any("request" in line and "load failed from token 0 on (layer 1: transfer failed)" in line for line in story)
 
 
 async def test_a_story_of_a_revoked_save_names_the_cause(tmp_path: Path) -> None:
