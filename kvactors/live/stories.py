@@ -42,7 +42,7 @@ def _blocks(blocks: Sequence[int]) -> str:
     if len(blocks) == 1:
         return f"block {blocks[0]}"
     spans: list[list[int]] = []
-    for block in blocks:
+    for block in sorted(blocks):
         if spans and block == spans[-1][1] + 1:
             spans[-1][1] = block
         else:
