@@ -135,8 +135,10 @@ class StepSaves:
     def close(self, row: int) -> None:
         """The session of `row` reached its end by itself (a lost call): neither committed nor revoked here."""
         self._alive[row] = False
-        self._open[row] = False
-        self._rows_changed()
+        if self._open[row]:
+            self._open[row] = False
+            self._open_count -= 1
+        self._plan = None
 
     def close_all(self) -> None:
         self._alive[:] = False
