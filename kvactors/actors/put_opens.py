@@ -117,14 +117,12 @@ class PutOpens:
         gs.puts_awaited -= 1
         job = done.job
         assert isinstance(job, Ask)
-        answer = job.result
-        if done.outcomes[0] is not Outcome.OK or not isinstance(answer, list) or len(answer) != len(sessions):
-            answered = f"{answer!r:.60} for {len(sessions)} keys" if done.outcomes[0] is Outcome.OK else done.outcomes[0].value
-            gs.error = gs.error or f"readable: {done.error or answered}"
+        if done.outcomes[0] is not Outcome.OK:
+            gs.error = gs.error or f"readable: {done.error or done.outcomes[0].value}"
             self.refuse(gs, [s for s in sessions if s.state is PutState.OPENING], "readable failed")
             return
         wanted: list[PutSession] = []
-        for s, exists in zip(sessions, answer, strict=True):
+        for s, exists in zip(sessions, job.result, strict=True):
             if s.state is not PutState.OPENING:
                 continue  # abandoned by a drain meanwhile
             if exists:

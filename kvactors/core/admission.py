@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kvactors.core.answers import shown
 from kvactors.core.layout import KVLayout
 from kvactors.core.steps import NULL_BLOCK, GroupBlocks, StepRequest
 
@@ -17,21 +18,21 @@ def problem_of(request: StepRequest, layout: KVLayout, hash_tokens: int) -> str:
     """Why a request cannot take part in a step; empty if it can."""
     given: Any = request  # whatever the annotations say
     if not isinstance(given.request_id, str):
-        return f"request_id is {given.request_id!r}, not a string"
+        return f"request_id is {shown(given.request_id)}; give a text"
     at = given.restarted_at
     if at is not None and (not isinstance(at, int) or isinstance(at, bool) or at < 0):
-        return f"restarted_at is {at!r}; give tokens, or None"
+        return f"restarted_at is {shown(at)}; give a number of tokens, or None"
     problem = hashes_problem(request.hashes)
     if problem:
         return problem
     if not isinstance(given.groups, Mapping):
-        return f"groups is {given.groups!r:.60}, not a mapping of group id to GroupBlocks"
+        return f"groups is {shown(given.groups)}; give a mapping of group id to GroupBlocks"
     known = {g.id: g for g in layout.groups}
     for group_id, blocks in given.groups.items():
         if group_id not in known:
-            return f"group {group_id} does not exist; the layout has {sorted(known)}"
+            return f"group {group_id} does not exist; the layout has {', '.join(map(str, sorted(known)))}"
         if not isinstance(blocks, GroupBlocks):
-            return f"group {group_id}: {blocks!r:.60} is no GroupBlocks"
+            return f"group {group_id} is {shown(blocks)}; give a GroupBlocks"
         hashed = len(request.hashes) * hash_tokens // known[group_id].block_tokens
         by_memory = not len(request.hashes)
         problem = _list_problem("load", blocks.load, blocks, None if by_memory else hashed)
@@ -57,7 +58,7 @@ def loads_into_others(request: StepRequest, loaded: dict[int, set[int]]) -> str:
 def hashes_problem(hashes: Any) -> str:
     """Why these are no block hashes; empty if they are."""
     if isinstance(hashes, str | bytes) or not isinstance(hashes, Sequence):
-        return f"hashes is {hashes!r:.60}; give a sequence of bytes, one per hash unit"
+        return f"hashes is {shown(hashes)}; give a sequence of bytes, one per hash unit"
     wrong = {type(h).__name__ for h in hashes} - {"bytes"} if set(map(type, hashes)) != {bytes} else set()
     return f"hashes holds {', '.join(sorted(wrong))}; every block hash is bytes" if wrong else ""
 
@@ -66,9 +67,9 @@ def _list_problem(what: str, indices: Any, blocks: GroupBlocks, hashed: int | No
     """`hashed`: how many blocks the hashes cover; None = the keys come from the engine's memory of the request."""
     table: Any = blocks.block_ids
     if isinstance(table, str | bytes | Mapping) or not hasattr(table, "__getitem__") or not hasattr(table, "__len__"):
-        return f"block_ids is {table!r:.60}; give the local block id of each block index"
+        return f"block_ids is {shown(table)}; give the local block id of each block index"
     if isinstance(indices, str | bytes) or not hasattr(indices, "__len__"):
-        return f"the {what} list is {indices!r:.60}; give block indices"
+        return f"the {what} list is {shown(indices)}; give block indices"
     if not len(indices):
         return ""
     if not _whole_numbers(indices):

@@ -96,14 +96,7 @@ class CheckedStore:
         if type(answers) is list and len(answers) == keys and set(map(type, answers)) <= kinds:  # type: ignore[operator]
             return answers
         one_each = f"expected a list with one {'bool' if kinds is _BOOLS else 'Outcome'} for each key"
-        if type(answers) is not list:
-            came = shown(answers)
-        elif len(answers) != keys:
-            came = f"a list of {len(answers)}"
-        else:
-            at = next(i for i, answer in enumerate(answers) if type(answer) not in kinds)
-            came = f"a list whose item {at} is {shown(answers[at])}"
-        raise StoreCallError(f"store {self._called}: {method} answered {came} for {keys} key{'s'[: keys != 1]}; {one_each}")
+        raise StoreCallError(f"store {self._called}: {method} answered {came(answers, keys, kinds)}; {one_each}")
 
 
 class FailedCall:
@@ -144,6 +137,15 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def came(answers: object, keys: int, kinds: Collection[type]) -> str:
+    """What came in the place of a list that has for each key something of these types."""
+    what = shown(answers)
+    if type(answers) is list and len(answers) == keys:
+        at = next(i for i, answer in enumerate(answers) if type(answer) not in kinds)
+        what = f"a list whose item {at} is {shown(answers[at])}"
+    return f"{what} for {keys} key{'s'[: keys != 1]}"
+
+
 def shown(answer: object) -> str:
     """What came, in words, whatever it is: nothing of it is printed that could be long."""
     match answer:
@@ -155,9 +157,17 @@ def shown(answer: object) -> str:
             return f"the number {answer}"
         case str():
             return f"the text {answer[:40]!r}"
+        case bytes():
+            return f"{len(answer)} bytes"
         case list() | tuple() | set() | dict():
             return f"a {type(answer).__name__} of {len(answer)}"
         case BaseException():
             return f"the exception {said(answer)}"
         case _:
             return f"an object of type {type(answer).__name__}"
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Names in a row, as many as can be read at a glance."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(f"{name!r}" for name in names[:most]) + more

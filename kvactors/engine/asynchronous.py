@@ -27,7 +27,7 @@ from kvactors.actors.step_state import StepState
 from kvactors.actors.threads import WorkerThreads
 from kvactors.actors.undertaker import Undertaker
 from kvactors.core.admission import hashes_problem
-from kvactors.core.answers import CheckedStore
+from kvactors.core.answers import CheckedStore, listed
 from kvactors.core.clock import Clock
 from kvactors.core.config import EngineConfig, seconds
 from kvactors.core.events import DeviceEvent, Devices
@@ -387,8 +387,6 @@ class Engine:
     def start_load(
         self, request_id: str, blocks: Mapping[int, GroupBlocks], hashes: Sequence[bytes], event: DeviceEvent | None
     ) -> StepState:
-        if not isinstance(blocks, Mapping) or not all(isinstance(b, GroupBlocks) for b in blocks.values()):
-            raise StepError(f"load for {request_id!r}: blocks is {blocks!r:.60}; give group id -> GroupBlocks")
         state = self._intake.state([StepRequest(request_id, hashes, blocks)], windowed=False)
         if request_id in state.problems:
             raise StepError(f"load for {request_id!r}: {state.problems[request_id]}")
@@ -448,7 +446,7 @@ class Engine:
         """
         state = self.start_loads(requests, event)
         names = [r.request_id for r in requests]
-        self.driver.in_time(await state.ended.wait_async(self.patience_s), f"loads for {names!r:.200}")
+        self.driver.in_time(await state.ended.wait_async(self.patience_s), f"loads for {listed(names)}")
         return {name: self.load_done(state, name) for name in names}
 
     # -- requests, drain -----------------------------------------------------------------------------------------------

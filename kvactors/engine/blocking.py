@@ -10,6 +10,7 @@ from typing import Any
 
 from kvactors.actors import loops
 from kvactors.actors.step_state import StepState
+from kvactors.core.answers import listed
 from kvactors.core.config import EngineConfig
 from kvactors.core.events import DeviceEvent
 from kvactors.core.layout import KVLayout
@@ -275,6 +276,6 @@ class Load:
         if request_id is None and len(self._request_ids) == 1:
             request_id = self._request_ids[0]
         if request_id is None or request_id not in self._request_ids:
-            raise StepError(f"result({request_id!r}): the load is for {self._request_ids!r:.200}")
+            raise StepError(f"result({request_id!r}): the load is for {listed(self._request_ids)}; name one of them")
         self._engine.driver.in_time(self._state.ended.wait(self._engine.patience_s), f"load for {request_id!r}")
         return self._engine.load_done(self._state, request_id)

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from kvactors.actors.latch import Latch
 from kvactors.actors.step_state import StepState
 from kvactors.core.admission import loads_into_others, problem_of
+from kvactors.core.answers import shown
 from kvactors.core.layout import KVLayout
 from kvactors.core.stats import EngineStats
 from kvactors.core.steps import GroupBlocks, StepRequest
@@ -34,10 +35,10 @@ class Intake:
         """The state of a new step, or of a load outside steps: there every request left out has failed."""
         call = "begin_step" if windowed else "load"
         if not isinstance(requests, Sequence):
-            raise StepError(f"{call}: {requests!r:.60} is no sequence of StepRequest")
-        strange = next((r for r in requests if not isinstance(r, StepRequest)), None)
+            raise StepError(f"{call}: requests is {shown(requests)}; give a sequence of StepRequest")
+        strange = next((i for i, r in enumerate(requests) if not isinstance(r, StepRequest)), None)
         if strange is not None:
-            raise StepError(f"{call}: {strange!r:.60} is no StepRequest")
+            raise StepError(f"{call}: item {strange} of requests is {shown(requests[strange])}; give a StepRequest")
         good: dict[str, StepRequest] = {}
         problems: dict[str, str] = {}
         rejected_loads: list[str] = []

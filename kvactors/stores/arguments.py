@@ -9,18 +9,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvactors.core.answers import shown
 from kvactors.core.store import Addresses, RangeBatch
 from kvactors.errors import StoreError
 
 
 def paired(keys: Sequence[str], sizes: Iterable[int]) -> list[int]:
     """The sizes as whole numbers. StoreError unless keys are texts, sizes are whole numbers, and there is one for each key."""
-    if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
-        raise StoreError(f"keys {keys!r:.100}: must be a list of texts")
+    if isinstance(keys, str):
+        raise StoreError(f"keys is {shown(keys)}; give a list of texts")
+    if not all(isinstance(key, str) for key in keys):
+        at = next(i for i, key in enumerate(keys) if not isinstance(key, str))
+        raise StoreError(f"item {at} of keys is {shown(keys[at])}; give a list of texts")
     try:
         nbytes = [operator.index(size) for size in sizes]
     except TypeError as error:
-        raise StoreError(f"sizes {sizes!r:.100}: must be whole numbers of bytes") from error
+        raise StoreError(f"sizes: {error}; give a whole number of bytes for each key") from error
     if len(nbytes) != len(keys):
         raise StoreError(f"{len(keys)} keys but {len(nbytes)} sizes; give one size per key")
     return nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -395,6 +396,26 @@ async def test_a_request_with_bad_block_lists_is_left_out_and_the_others_go_on(b
         await step.settled()
         assert said in step.problems["bad"]
         assert rig.committed(0, fine) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda e: e.begin_step(7), "begin_step: requests is the number 7; give a sequence of StepRequest"),
+        (lambda e: e.begin_step(["a"]), "begin_step: item 0 of requests is the text 'a'; give a StepRequest"),
+        (lambda e: e.start_loads([None], None), "load: item 0 of requests is None; give a StepRequest"),
+        (
+            lambda e: e.start_load("a", [1], hashes(1), None),
+            "load for 'a': groups is a list of 1; give a mapping of group id to GroupBlocks",
+        ),
+        (lambda e: e.start_load("a", {0: [1]}, hashes(1), None), "load for 'a': group 0 is a list of 1; give a GroupBlocks"),
+    ],
+)
+async def test_what_is_no_request_is_refused_as_it_is_given(call: Callable[[Any], object], said: str) -> None:
+    async with Rig(full_layout()) as rig:
+        with pytest.raises(StepError) as refused:
+            call(rig.engine)
+        assert str(refused.value) == said
 
 
 async def test_an_unknown_layer_is_refused() -> None:

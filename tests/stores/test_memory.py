@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import threading
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -483,6 +484,24 @@ def test_a_given_pool_outlives_its_clients(clock: ManualClock) -> None:
     commit(first, "k")
     first.close()
     assert MemoryStore(pool=pool).contains("k")
+
+
+@pytest.mark.parametrize(
+    ("keys", "sizes", "said"),
+    [
+        ("ab", [1, 1], "keys is the text 'ab'; give a list of texts"),
+        (["a", 7], [1, 1], "item 1 of keys is the number 7; give a list of texts"),
+        (["a"], [1.5], "sizes: 'float' object cannot be interpreted as an integer; give a whole number of bytes for each key"),
+        (["a"], 1, "sizes: 'int' object is not iterable; give a whole number of bytes for each key"),
+        (["a"], [1, 2], "1 keys but 2 sizes; give one size per key"),
+    ],
+)
+def test_keys_and_sizes_that_do_not_fit_are_refused_as_they_are_given(
+    clock: ManualClock, buffer: Buffer, keys: Any, sizes: Any, said: str
+) -> None:
+    with pytest.raises(StoreError) as refused:
+        make(clock, buffer).put_open(keys, sizes)
+    assert str(refused.value) == said
 
 
 def test_a_pool_of_its_own_goes_with_the_last_client(clock: ManualClock, buffer: Buffer) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any, NamedTuple
 
+from kvactors.core.answers import came, shown
 from kvactors.errors import ConfigError, StoreError, StoreUnreachableError
 from kvactors.log import get_logger
 from kvactors.stores.mooncake.codes import RPC_TIMEOUT
@@ -163,7 +164,7 @@ class Client:
         with self._call(name) as call:
             answer = call(keys, *arguments)
         if not isinstance(answer, list) or len(answer) != len(keys) or not all(type(a) is int for a in answer):
-            raise StoreError(f"{name} answered {answer!r:.200} for {len(keys)} keys; expected one whole number each")
+            raise StoreError(f"{name} answered {came(answer, len(keys), {int})}; expected one whole number each")
         return answer
 
     def tell(self, name: str, *arguments: Any) -> int:
@@ -171,7 +172,7 @@ class Client:
         with self._call(name) as call:
             answer = call(*arguments)
         if type(answer) is not int:
-            raise StoreError(f"{name} answered {answer!r:.200}; expected a whole number")
+            raise StoreError(f"{name} answered {shown(answer)}; expected a whole number")
         return answer
 
     def replicas(self, keys: Sequence[str]) -> dict[str, Placed]:
@@ -182,7 +183,7 @@ class Client:
         with self._call("batch_get_replica_desc") as call:
             answer = call(list(keys))
         if not isinstance(answer, dict):
-            raise StoreError(f"batch_get_replica_desc answered {answer!r:.200}; expected a mapping")
+            raise StoreError(f"batch_get_replica_desc answered {shown(answer)}; expected a mapping")
         found: dict[str, Placed] = {}
         for key, replicas in answer.items():
             where = [r.get_memory_descriptor().buffer_descriptor for r in replicas if r.is_memory_replica()]

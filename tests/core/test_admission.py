@@ -1,0 +1,70 @@
+"""What is said of requests that make no sense: what is wrong, where, and what to give, however large it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvactors.core.admission import problem_of
+from kvactors.core.answers import listed, shown
+from kvactors.core.steps import GroupBlocks, StepRequest
+from kvactors.core.store import Outcome
+from tests.engine.rig import full_layout, hashes
+
+HUGE = list(range(100_000))
+
+
+def request(**odd: Any) -> StepRequest:
+    return StepRequest(**{"request_id": "a", "hashes": hashes(2), "groups": {0: GroupBlocks([1, 2], (0,), (1,))}, **odd})
+
+
+@pytest.mark.parametrize(
+    ("odd", "problem"),
+    [
+        ({}, ""),
+        ({"request_id": 7}, "request_id is the number 7; give a text"),
+        ({"restarted_at": -1}, "restarted_at is the number -1; give a number of tokens, or None"),
+        ({"restarted_at": "x" * 99}, f"restarted_at is the text '{'x' * 40}'; give a number of tokens, or None"),
+        ({"hashes": hashes(1)[0]}, "hashes is 32 bytes; give a sequence of bytes, one per hash unit"),
+        ({"hashes": ["ab", b"x"]}, "hashes holds str; every block hash is bytes"),
+        ({"groups": HUGE}, "groups is a list of 100000; give a mapping of group id to GroupBlocks"),
+        ({"groups": {3: GroupBlocks([])}}, "group 3 does not exist; the layout has 0"),
+        ({"groups": {0: HUGE}}, "group 0 is a list of 100000; give a GroupBlocks"),
+        ({"groups": {0: GroupBlocks(7)}}, "group 0: block_ids is the number 7; give the local block id of each block index"),
+        ({"groups": {0: GroupBlocks([1], "0")}}, "group 0: the load list is the text '0'; give block indices"),
+        ({"groups": {0: GroupBlocks([1], (), 0)}}, "group 0: the save list is the number 0; give block indices"),
+    ],
+)
+def test_a_problem_says_what_came_and_what_to_give(odd: dict[str, Any], problem: str) -> None:
+    assert problem_of(request(**odd), full_layout(), 16) == problem
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "None"),
+        (b"abc", "3 bytes"),
+        ("a\nb", r"the text 'a\nb'"),
+        ({1: 2}, "a dict of 1"),
+        (np.zeros(9), "an object of type ndarray"),
+        (Outcome.OK, "the Outcome OK"),
+        (ValueError("x"), "the exception ValueError: x"),
+    ],
+)
+def test_what_came_is_said_in_few_words(value: object, text: str) -> None:
+    assert shown(value) == text
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ([], ""),
+        (["a"], "'a'"),
+        (list("abcde"), "'a', 'b', 'c', 'd', 'e'"),
+        (list("abc") * 9, "'a', 'b', 'c', 'a', 'b' and 22 more"),
+    ],
+)
+def test_names_are_listed_as_far_as_they_can_be_read(names: list[str], text: str) -> None:
+    assert listed(names) == text
