@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 
-.PHONY: setup test unit lint format test-state-index test-model-runner soak soak-mooncake nightly docs clean
+.PHONY: setup test unit lint format test-state-index test-model-runner browser pictures matrix soak soak-mooncake nightly docs dist clean
 
 # The operators' tests run in a process of their own, without our conftest; before all others, whose closing line is the last.
 # Without torch they are all skipped, which pytest calls 5.
@@ -68,6 +68,10 @@ nightly: setup
 docs:
 	[ -x $(VENV)/bin/mkdocs ] || { $(PYTHON) -m venv $(VENV) && $(VENV)/bin/pip install -q -e '.[docs]'; }
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
+
+# Wheel and sdist, in dist/: the same bytes from the same sources (tests/release).
+dist: setup
+	$(VENV)/bin/hatchling build
 
 clean:
 	rm -rf $(VENV) dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

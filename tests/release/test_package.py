@@ -137,6 +137,15 @@ def test_the_version_stands_in_one_place() -> None:
     assert [p.name for p in files if re.search(r"version\w* = \"\d+\.\d+\.\d+\"", p.read_text())] == ["__init__.py"]
 
 
+def test_the_changelog_tells_of_this_version() -> None:
+    """Its newest section is what comes next, or this version with the day of its release."""
+    heads = re.findall(r"^## (.*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    released = [head for head in heads if head != "Unreleased"]
+    assert heads[0] == "Unreleased" or heads == released
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+ \(\d{4}-\d\d-\d\d\)", head) for head in released)
+    assert released[0].split()[0] == kvactors.__version__
+
+
 def test_the_first_command_of_the_readme_runs_from_the_wheel(built: Built, tmp_path: Path) -> None:
     """In an environment that has nothing but the wheel and what it asks for, in a folder without our sources."""
     (command,) = re.findall(r"&& \.venv/bin/(kvactors replay examples/\S+)\n", (ROOT / "README.md").read_text())
