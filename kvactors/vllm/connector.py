@@ -23,10 +23,11 @@ from kvactors.vllm.pins import Pins
 from kvactors.vllm.scheduler import SchedulerSide
 from kvactors.vllm.settings import ConnectorSettings
 from kvactors.vllm.stores import lookup_store, worker_store
-from kvactors.vllm.support import VERSIONS, device_type, require_supported, require_validated
+from kvactors.vllm.support import VERSIONS, device_type, require_supported, require_validated, warn_of_version
 from kvactors.vllm.worker import WorkerSide
 
 try:
+    from vllm import __version__ as vllm_version
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
         KVConnectorHandshakeMetadata,
@@ -94,6 +95,7 @@ class KVActorsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, 
         self._late = WorkerReport()
         """blocks that a hand-off which failed may still write, to be reported"""
         if role is KVConnectorRole.SCHEDULER:
+            warn_of_version(vllm_version)  # by one of an engine's processes
             if self.settings.stores:
                 self._scheduler = self._new_scheduler(vllm_config, kv_cache_config)
                 self._pins = self._scheduler.pins

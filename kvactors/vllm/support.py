@@ -5,6 +5,7 @@ Everything is read by attribute, so that tests need no vLLM and another version'
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,7 +15,11 @@ from kvactors.vllm.settings import BOTH, CONSUMER, PRODUCER, ConnectorSettings
 
 log = get_logger("kvactors.vllm")
 
-VERSIONS = "0.32 and 0.33"
+LEAST_VERSION, NEWEST_VERSION = (0, 32), (0, 33)
+"""Of vLLM: the first and the last that the tests were run with. pyproject.toml's extra `vllm` says the same; `.ci/matrix` reads
+it there, and a test holds both and docs/vllm.md together."""
+
+VERSIONS = " to ".join(".".join(map(str, version)) for version in (LEAST_VERSION, NEWEST_VERSION))
 
 VALIDATED_BACKENDS = frozenset(
     {"AMX_MLA", "CPU_ATTN", "GDN_ATTN", "MAMBA2_ATTN", "MAMBA1_ATTN", "SHORT_CONV_ATTN", "LINEAR_ATTN"}
@@ -34,6 +39,18 @@ REFUSED_SPECS: Mapping[str, str] = {
     "HiSparseHotSpec": "HiSparse (its blocks live in a pool of its own)",
     "HiSparseResidentSpec": "HiSparse (its blocks live in a pool of its own)",
 }
+
+
+def warn_of_version(version: str) -> None:
+    """One line in the log if a vLLM is older or newer than those that were tried, or does not say which it is. It is not
+    refused: what differs may not matter to this model, and `require_supported` judges by what there is."""
+    said = re.match(r"(\d+)\.(\d+)", version)
+    if said is None or not LEAST_VERSION <= (int(said[1]), int(said[2])) <= NEWEST_VERSION:
+        log.warning(
+            "KVActorsConnector was not tried with this vLLM; compare outputs with those of a run without the connector first",
+            version=version,
+            tried=VERSIONS,
+        )
 
 
 def require_supported(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:

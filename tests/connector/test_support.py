@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,15 @@ import pytest
 
 from kvactors.errors import ConfigError
 from kvactors.vllm.settings import CONSUMER, PRODUCER, ConnectorSettings
-from kvactors.vllm.support import VALIDATED_BACKENDS, require_supported, require_validated
+from kvactors.vllm.support import (
+    LEAST_VERSION,
+    NEWEST_VERSION,
+    VALIDATED_BACKENDS,
+    VERSIONS,
+    require_supported,
+    require_validated,
+    warn_of_version,
+)
 from tests.connector import rig
 from tests.connector.rig import CacheConfig, CacheGroup, FullAttentionSpec, MambaSpec, SlidingWindowSpec, vllm_config
 
@@ -226,3 +236,27 @@ def test_what_is_not_validated_needs_to_be_allowed(
 def test_a_backend_that_does_not_use_what_is_loaded_is_refused_whatever_is_allowed() -> None:
     with pytest.raises(ConfigError, match="does not read what is cached"):
         require_validated(vllm_config(), {"model.layers.0": "CPU_MLA"}, ConnectorSettings.of({"allow_unvalidated": True}))
+
+
+# -- versions of vLLM --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1.dev7+g12345.cpu", "0.33.0+cpu", "0.33.0rc1"])
+def test_a_vllm_that_was_tried_is_not_mentioned(version: str, caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_version(version)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.34.0", "1.33.0", "0.4.0", "0.330.0", "dev", ""])
+def test_another_vllm_is_told_in_one_line_with_what_was_tried(version: str, caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_version(version)
+    (told,) = caplog.messages
+    assert all(part in told for part in ["was not tried with this vLLM", f"version={version!r}", f"tried={VERSIONS!r}"])
+
+
+def test_the_extra_and_the_page_name_the_same_versions() -> None:
+    root = Path(__file__).parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (major, least), (same, newest) = LEAST_VERSION, NEWEST_VERSION
+    assert (major, extras["vllm"]) == (same, [f"vllm>={major}.{least},<{major}.{newest + 1}"])
+    assert f"vLLM {VERSIONS}" in (root / "docs" / "vllm.md").read_text()

@@ -119,6 +119,15 @@ def test_which_parts_a_role_has(
     assert one.requires_kv_delivery is delivers
 
 
+def test_the_scheduler_says_once_that_this_vllm_was_not_tried(
+    scheduler: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvactors.vllm.connector.vllm_version", "0.34.0")
+    scheduler(BOTH, backend="memory")
+    (told,) = (message for message in caplog.messages if "was not tried with this vLLM" in message)
+    assert "version='0.34.0'" in told
+
+
 def test_where_a_worker_could_not_start_requests_are_plain(scheduler: Make) -> None:
     one = scheduler(CONSUMER, backend="memory", started=False)
     request = ask("d", 40, DECODE)

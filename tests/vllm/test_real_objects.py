@@ -17,7 +17,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker, get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -34,6 +34,11 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.request import Request
+
+try:  # where vLLM 0.33 has it, and where 0.32 does
+    from vllm.v1.core.kv_cache_planning import _project_kv_cache_groups_to_worker as cut_for_worker
+except ImportError:
+    from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker as cut_for_worker
 
 from kvactors.core.layout import GroupKind, KVLayout
 from kvactors.devices import ManualClock
@@ -135,7 +140,7 @@ def test_a_groups_part_on_each_stage_is_of_the_same_group(wrap: bool) -> None:
     stages = []
     for rank, here in enumerate([(0, 1), (2, 3)]):
         of_worker = {name(n): window if n > 1 else SPECS[GroupKind.FULL] for n in here}
-        cut = _project_kv_cache_groups_to_worker(whole, of_worker)
+        cut = cut_for_worker(whole, of_worker)
         stages.append(layout_of(config(*cut), tp_size=1, pp_size=2, pp_rank=rank))
     assert [[list(g.layers) for g in s.groups] for s in stages] == [[[0, 1], []], [[], [2, 3]]]
     with Serving(*stages) as vllm:
