@@ -102,6 +102,8 @@ def _expanded(text: str) -> list[Address]:
         if not inside:
             raise ConfigError(f"{text}: no socket is in this directory; is an engine with {VARIABLE} set running?")
         return [Address.of(str(p)) for p in inside]
+    if path.is_file():
+        raise ConfigError(f"{text}: is a file and no engine's socket; what `replay --stories` wrote is for `kvactors story`")
     address = Address.of(text)
     if address.path and not path.exists():
         ranks = sorted(
