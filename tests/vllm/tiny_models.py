@@ -6,6 +6,7 @@ Each stands for a kind of cache: attention alone, windows of attention, recurren
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -197,8 +198,10 @@ MODELS = {make.__name__: make for make in (qwen3, gemma3, gptoss, qwen3next, gra
 
 
 def write(name: str, folder: Path) -> Path:
-    """The folder of the model, as `LLM(model=…)` takes it."""
+    """The folder of the model, as `LLM(model=…)` takes it. Several processes may write the same one while others read it."""
     path = folder / name
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(MODELS[name](), indent=1))
+    whole = path / f"config.json.{os.getpid()}"
+    whole.write_text(json.dumps(MODELS[name](), indent=1))
+    whole.replace(path / "config.json")
     return path
