@@ -34,7 +34,7 @@ STAGING = "staging"
     "--timeline",
     metavar="FILE",
     type=click.Path(dir_okay=False, writable=True),
-    help="Write a Chrome/Perfetto trace of one more step of step and overlap, which is not measured.",
+    help="Write a trace for Perfetto of one more step of step and overlap, which is not measured.",
 )
 def bench(
     rows: Sequence[str],
