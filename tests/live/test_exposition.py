@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvactors.core import metrics
+from kvactors.core import metrics, sessions
 from kvactors.core.metrics import FAMILIES
+from kvactors.core.stats import cause_label
 from kvactors.core.store import Outcome
 from kvactors.live.client import get, read_snapshot
-from kvactors.live.exposition import exposition
+from kvactors.live.exposition import REVOKE_CAUSES, exposition
 from kvactors.live.snapshot import Snapshot
+from kvactors.simulate.run import scenario
+from kvactors.simulate.world import World
 from kvactors.stores.fault_plan import Fault
 from tests.engine.rig import Rig, hashes
 from tests.live.asking import viewed
@@ -89,6 +92,34 @@ def test_the_numbers_are_the_snapshots(text: str) -> None:
     assert value("kvactors_save_wait_seconds_bucket", le="30") == 0
     assert value("kvactors_save_wait_seconds_bucket", le="+Inf") == value("kvactors_save_wait_seconds_count") == 1
     assert value("kvactors_save_wait_seconds_sum") == 40
+
+
+def test_the_usual_causes_of_revokes_are_there_before_their_first(text: str) -> None:
+    def causes(text: str) -> dict[str, float]:
+        samples = [one for _, _, _, s in families(text) for one in s if one[0] == "kvactors_revoked_blocks_total"]
+        return {labels["cause"]: value for _, labels, value in samples}
+
+    fresh = Snapshot(name="", rank="0", pid=1, version="1", model="m", at_s=0, uptime_s=0, state="running")
+    assert causes(exposition(fresh)) == dict.fromkeys(REVOKE_CAUSES, 0)
+    assert causes(text) == {**dict.fromkeys(REVOKE_CAUSES, 0), "transfer failed": causes(text)["transfer failed"]}
+    assert causes(text)["transfer failed"] > 0
+
+
+def test_the_usual_causes_are_what_engines_count_and_what_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: set[str] = set()
+
+    def noted(cause: str) -> str:
+        counted.add(cause_label(cause))
+        return cause_label(cause)
+
+    monkeypatch.setattr(sessions, "cause_label", noted)
+    for seed in range(80):
+        World(scenario(seed, "all")).run()
+        if counted >= set(REVOKE_CAUSES):
+            break
+    assert set(REVOKE_CAUSES) - counted == set()
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+    assert [cause for cause in REVOKE_CAUSES if f"`{cause}`" not in page] == []
 
 
 @pytest.mark.parametrize("text_", ['quo"te', "back\\slash", "new\nline", "ünï", "\udcff", "{}"])
