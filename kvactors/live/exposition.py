@@ -22,8 +22,8 @@ REVOKE_CAUSES = (
     "preparation failed",
     "aborted",
 )
-"""The usual ones, in the words of `cause_label`, are exported at 0 from the start: `rate` does not see the first count of a series
-that is born with it. The others come with their first, so that a panel does not name a score of them for nothing."""
+"""The usual ones, in the words of `cause_label`, are exported at 0 from the start: `rate` does not see the first count of a
+series that is born with it. The others come with their first, so that a panel does not name a score of them for nothing."""
 
 Sample = tuple[Mapping[str, str], float]
 """Labels other than the rank's, and the value."""
