@@ -86,10 +86,10 @@ class Server:
 
 
 @contextmanager
-def prometheus(path: str, folder: Path, ports: list[int], rules: Path) -> Iterator[Server]:
+def prometheus(path: str, folder: Path, ports: list[int], rules: Path, scrape_s: float = SCRAPE_S) -> Iterator[Server]:
     """A Prometheus on a free port of 127.0.0.1, which scrapes exporters and evaluates rules until the context ends."""
     config = {
-        "global": {"scrape_interval": f"{int(SCRAPE_S * 1000)}ms", "evaluation_interval": "1s"},
+        "global": {"scrape_interval": f"{int(scrape_s * 1000)}ms", "evaluation_interval": "1s"},
         "rule_files": [str(rules)],
         "scrape_configs": [{"job_name": "kvactors", "static_configs": [{"targets": [f"127.0.0.1:{port}" for port in ports]}]}],
     }
