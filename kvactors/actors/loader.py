@@ -8,6 +8,7 @@ from functools import partial
 
 from kvactors.actors.group_step import GroupContext, GroupStep, per_call
 from kvactors.actors.step_state import LayerTask, StepState
+from kvactors.core.answers import in_words
 from kvactors.core.calls import RangeCall
 from kvactors.core.events import DeviceEvent
 from kvactors.core.loads import StepLoads
@@ -80,7 +81,7 @@ class Loader:
         c = self._c
         session = c.table.gets.get(key)
         if session is not None and session.state is not GetState.OPEN and session.held_by_lost_calls:
-            self._fail_key(gs, key, Outcome.LOST)  # it would only wait for the same call
+            self._fail_key(gs, key, Outcome.LOST.value)  # it would only wait for the same call
             return 0
         if session is not None and session.state in (GetState.CLOSING, GetState.EXPIRED):
             self._reopen.setdefault(key, []).append(gs)
@@ -135,11 +136,12 @@ class Loader:
                         gs.loads.note_opened(session)
                     self._tell(gs, session.key, "get opening -> open")
                     continue
-                self._tell(gs, session.key, f"get opening -> failed ({outcome.value})")
+                why = in_words(outcome, done.error)
+                self._tell(gs, session.key, f"get opening -> failed ({why})")
                 gs.held.remove(session.key)
                 if outcome in NO_ANSWER:
-                    gs.error = gs.error or f"get open: {outcome.value}"
-                self._fail_key(gs, session.key, outcome)
+                    gs.error = gs.error or f"get open: {why}"
+                self._fail_key(gs, session.key, why)
         return list(touched.values())
 
     def _tell(self, gs: GroupStep, key: str, what: str) -> None:
@@ -148,13 +150,13 @@ class Loader:
             for row in loads.rows_of.get(key, ()):
                 record(loads.requests[row], self._c.group_id, loads.blocks[row], what)
 
-    def _fail_key(self, gs: GroupStep, key: str, outcome: Outcome) -> None:
+    def _fail_key(self, gs: GroupStep, key: str, why: str) -> None:
         loads = gs.loads
         assert loads is not None
         first = next(iter(loads.ranges.layers))
         for row in loads.rows_of[key]:
             blocks = [(self._c.group_id, loads.blocks[row])]
-            gs.state.fail(loads.requests[row], first, blocks, f"get open: {outcome.value}")
+            gs.state.fail(loads.requests[row], first, blocks, f"get open: {why}")
 
     def _opened_late(self, sessions: Iterable[GetSession], done: TransferDone) -> None:
         """An open that was given up as lost has returned after all: nobody owns its sessions, so they are closed."""
@@ -236,16 +238,17 @@ class Loader:
         last = max([self._runs[layer] for layer in layers if layer in self._runs] + self._run_ends[at + 1 : at + 2], default=-1)
         return (*layers, *(layer for layer in state.load_layers[len(layers) :] if layer <= last))
 
-    def _settled(self, gs: GroupStep, call: RangeCall, task: LayerTask, outcomes: list[Outcome]) -> None:
+    def _settled(self, gs: GroupStep, call: RangeCall, task: LayerTask, done: TransferDone) -> None:
         """On the thread that finished the call: failures are noted before the layer's latch may open."""
-        loads = gs.loads
+        loads, outcomes = gs.loads, done.outcomes
         assert loads is not None
         if outcomes.count(Outcome.OK) != len(outcomes):
             lost = Outcome.LOST in outcomes
             for row, outcome in zip(call.rows.tolist(), outcomes, strict=True):
                 if outcome is not Outcome.OK:
                     blocks = [(self._c.group_id, loads.blocks[row])]
-                    gs.state.fail(loads.requests[row], call.layer, blocks, f"layer {call.layer}: {outcome.value}")
+                    why = f"layer {call.layer}: {in_words(outcome, done.error)}"
+                    gs.state.fail(loads.requests[row], call.layer, blocks, why)
                     if lost:
                         gs.state.fenced.add((self._c.group_id, int(loads.block_ids[row])))
         task.job_done()
@@ -272,7 +275,7 @@ class Loader:
         if c.table.record is not None:
             for row, outcome in zip(call.rows.tolist(), done.outcomes, strict=True):
                 if outcome is not Outcome.OK:
-                    what = f"get layer {call.layer} failed ({outcome.value})"
+                    what = f"get layer {call.layer} failed ({in_words(outcome, done.error)})"
                     c.table.record(loads.requests[row], c.group_id, loads.blocks[row], what)
         for key, outcome in zip(call.batch.keys, done.outcomes, strict=True):
             session = c.table.gets.get(key)
@@ -349,7 +352,7 @@ class Loader:
         """Whoever waits for the key to be opened again waits for a call that may never return."""
         for gs in self._reopen.pop(key, []):
             gs.gets_awaited -= 1
-            self._fail_key(gs, key, Outcome.LOST)
+            self._fail_key(gs, key, Outcome.LOST.value)
 
     def stop_waiting(self, gs: GroupStep) -> None:
         """The step is over: it opens nothing again."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 from kvactors.actors.actor import Post
 from kvactors.actors.audit import AuditedStore
 from kvactors.actors.latch import Latch
-from kvactors.core.answers import call_failed, reason
+from kvactors.core.answers import reason
 from kvactors.core.clock import Clock
 from kvactors.core.config import EngineConfig
 from kvactors.core.observe import Observer, Span
@@ -351,10 +351,9 @@ class TransferPool:
             return [Outcome.UNREACHABLE] * count, e
         except BaseException as e:  # a worker outlives anything that a store raises
             log.warning("store call failed", call=job.label, group=job.group_id, error=reason(e))
-            return call_failed(e, count), e
+            return [Outcome.CALL_FAILED] * count, e
         if len(outcomes) != count:
-            error = StoreCallError(f"{job.label}: {len(outcomes)} answers for {count} keys")
-            return call_failed(error, count), error
+            return [Outcome.CALL_FAILED] * count, StoreCallError(f"{job.label}: {len(outcomes)} answers for {count} keys")
         return outcomes, None
 
     def _dispatch(self, job: Job) -> list[Outcome]:
@@ -491,9 +490,9 @@ def _reply(done: TransferDone) -> None:
 def _settle(replies: list[TransferDone]) -> None:
     """After the reply: uncounts tasks and opens latches; whoever one wakes finds the reply already on its way."""
     for done in replies:
-        settled: Callable[[list[Outcome]], None] | None = done.job.settled
+        settled: Callable[[TransferDone], None] | None = done.job.settled
         if settled is not None and not done.late:
-            settled(done.outcomes)
+            settled(done)
 
 
 def _span_args(job: Job, outcomes: list[Outcome]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from functools import partial
 
 from kvactors.actors.group_step import GroupContext, GroupStep, per_call
 from kvactors.actors.loader import NO_ANSWER
+from kvactors.core.answers import in_words
 from kvactors.core.pressure import SpacePressure
 from kvactors.core.queue import Priority
 from kvactors.core.saves import StepSaves
@@ -284,7 +285,7 @@ class PutOpens:
                 again.append(s)
             else:
                 gs.block_of.pop(s, None)
-                self._c.table.put(s, PutEvent.LOST, f"put open failed, and so did its revoke: {outcome.value}")
+                self._c.table.put(s, PutEvent.LOST, f"put open failed, and so did its revoke: {in_words(outcome, done.error)}")
         if again:
             wait = CLEAN_UP_RETRY_S[min(again[0].attempts - 1, len(CLEAN_UP_RETRY_S) - 1)]
             self._c.later(wait, RetryCleanUp(gs.state.id, again))

@@ -8,6 +8,7 @@ from functools import partial
 from kvactors.actors.group_step import GroupContext, GroupStep, per_call
 from kvactors.actors.put_opens import PutOpens
 from kvactors.actors.step_state import LayerTask, StepState
+from kvactors.core.answers import in_words
 from kvactors.core.queue import Priority
 from kvactors.core.sessions import PutEvent, PutSession, PutState
 from kvactors.core.store import Outcome
@@ -84,7 +85,7 @@ class Saver:
         if done.late:
             return
         gs.writes -= 1
-        saves.returned(job.call, done.outcomes)
+        saves.returned(job.call, done.outcomes, done.error)
         if done.outcomes.count(Outcome.OK) == len(done.outcomes):
             self.settle(gs)
             return
@@ -164,7 +165,7 @@ class Saver:
                 c.table.put(s, PutEvent.LOST, "commit did not return")
             else:
                 s.dropped = s.dropped or outcome in (Outcome.UNREACHABLE, Outcome.NOT_FOUND, Outcome.STALE)
-                c.table.put(s, PutEvent.COMMIT_FAILED, outcome.value)
+                c.table.put(s, PutEvent.COMMIT_FAILED, in_words(outcome, done.error))
                 failed.append(s)
         self._revoke(failed)
 
@@ -175,7 +176,7 @@ class Saver:
         for s, outcome in zip(sessions, done.outcomes, strict=True):
             if s.state is not PutState.REVOKING:
                 continue
-            end = end_of_revoke(s, outcome, may_retry=s.attempts < len(REVOKE_RETRY_S))
+            end = end_of_revoke(s, outcome, done.error, may_retry=s.attempts < len(REVOKE_RETRY_S))
             if end is None:
                 again.append(s)
             else:
@@ -213,7 +214,9 @@ class Saver:
             self.settle(gs)
 
 
-def end_of_revoke(session: PutSession, outcome: Outcome, *, may_retry: bool) -> tuple[PutEvent, str] | None:
+def end_of_revoke(
+    session: PutSession, outcome: Outcome, error: BaseException | None, *, may_retry: bool
+) -> tuple[PutEvent, str] | None:
     """What the answer to a revoke makes of the session, and why; None: it is tried again."""
     if outcome is Outcome.OK:
         return PutEvent.REVOKED, ""
@@ -222,11 +225,11 @@ def end_of_revoke(session: PutSession, outcome: Outcome, *, may_retry: bool) -> 
     if outcome is Outcome.LOST:
         return PutEvent.LOST, "revoke did not return"
     if session.dropped or outcome is Outcome.UNREACHABLE:
-        return PutEvent.LOST, f"the store lost its session; revoke: {outcome.value}"
+        return PutEvent.LOST, f"the store lost its session; revoke: {in_words(outcome, error)}"
     if outcome is Outcome.NOT_OWNER or not may_retry:
-        return PutEvent.POISON, outcome.value
+        return PutEvent.POISON, in_words(outcome, error)
     return None
 
 
-def _uncount(task: LayerTask, _outcomes: list[Outcome]) -> None:
+def _uncount(task: LayerTask, _done: TransferDone) -> None:
     task.job_done()

@@ -16,6 +16,7 @@ from kvactors.actors.loader import NO_ANSWER
 from kvactors.actors.put_opens import Cleaned, ReadableDone, revoke_unowned
 from kvactors.actors.saver import end_of_revoke
 from kvactors.actors.step_state import StepState
+from kvactors.core.answers import in_words
 from kvactors.core.queue import Priority
 from kvactors.core.sessions import PUT_TERMINAL, GetEvent, GetSession, GetState, PutEvent, PutSession, PutState
 from kvactors.core.store import Outcome
@@ -120,11 +121,12 @@ class Undertaker(Actor):
                 for put, outcome in zip(job.sessions, done.outcomes, strict=True):
                     if put.state is PutState.COMMITTING:
                         ok = outcome is Outcome.OK
-                        table.put(put, PutEvent.COMMITTED if ok else PutEvent.LOST, outcome.value)
+                        table.put(put, PutEvent.COMMITTED if ok else PutEvent.LOST, in_words(outcome, done.error))
             case Revoke():
                 for put, outcome in zip(job.sessions, done.outcomes, strict=True):
                     if put.state is PutState.REVOKING:
-                        event, why = end_of_revoke(put, outcome, may_retry=False) or (PutEvent.POISON, outcome.value)
+                        end = end_of_revoke(put, outcome, done.error, may_retry=False)
+                        event, why = end or (PutEvent.POISON, in_words(outcome, done.error))
                         table.put(put, event, why)
             case Close():
                 lost = Outcome.LOST in done.outcomes and not done.late

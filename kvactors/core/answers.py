@@ -7,7 +7,7 @@ Anybody may write a store. What one answers is looked at here, once, before anyt
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -99,31 +99,11 @@ class CheckedStore:
         raise StoreCallError(f"store {self._called}: {method} answered {came(answers, keys, kinds)}; {one_each}")
 
 
-class FailedCall:
-    """`Outcome.CALL_FAILED` with its reason: equal to it, and only who prints `value` sees more."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, why: str) -> None:
-        self.value = f"{Outcome.CALL_FAILED.value}: {why}"
-
-    def __eq__(self, other: object) -> bool:
-        return other is Outcome.CALL_FAILED or isinstance(other, FailedCall)
-
-    def __hash__(self) -> int:
-        return hash(Outcome.CALL_FAILED)
-
-    def __repr__(self) -> str:
-        return f"<{self.value}>"
-
-    @property
-    def ok(self) -> bool:
-        return False
-
-
-def call_failed(error: BaseException, keys: int) -> list[Outcome]:
-    """The outcomes of a call that raised: `CALL_FAILED` for every key, whose `value` says why."""
-    return [cast(Outcome, FailedCall(reason(error)))] * keys
+def in_words(outcome: Outcome, error: BaseException | None) -> str:
+    """An outcome as people read it; `error`: what its call raised, which a call that failed as a whole has for its reason."""
+    if outcome is Outcome.CALL_FAILED and error is not None:
+        return f"{outcome.value}: {reason(error)}"
+    return outcome.value
 
 
 def reason(error: BaseException) -> str:

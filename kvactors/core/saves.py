@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvactors.core.answers import in_words
 from kvactors.core.calls import Part, RangeCall, RowPlan
 from kvactors.core.coverage import Coverage
 from kvactors.core.ranges import GroupRanges
@@ -90,8 +91,8 @@ class StepSaves:
         self._plan = None
         self._open_count = int(np.count_nonzero(self._open))
 
-    def returned(self, call: RangeCall, outcomes: Sequence[Outcome]) -> None:
-        """A call came back: covers the pieces that went well, kills the keys of those that did not."""
+    def returned(self, call: RangeCall, outcomes: Sequence[Outcome], error: BaseException | None = None) -> None:
+        """A call came back: covers the pieces that went well, kills the keys of those that did not. `error`: what it raised."""
         where = call.part.where
         self._inflight[where] -= 1
         if outcomes.count(Outcome.OK) == len(outcomes):
@@ -102,7 +103,7 @@ class StepSaves:
         good[bad] = False
         self._coverage.add(call.rows[good], call.first_piece, call.last_piece)
         for i in bad:
-            self.kill(int(call.rows[i]), f"layer {call.layer}: {outcomes[i].value}")
+            self.kill(int(call.rows[i]), f"layer {call.layer}: {in_words(outcomes[i], error)}")
 
     def kill(self, row: int, cause: str) -> None:
         """The key of `row` will be revoked; later layers skip it."""

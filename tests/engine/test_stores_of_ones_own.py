@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvactors.actors import saver
-from kvactors.core.answers import CheckedStore, FailedCall, call_failed
+from kvactors.core.answers import CheckedStore, in_words
 from kvactors.core.stats import cause_label
 from kvactors.core.store import STORE_NEEDS, Health, Outcome, Store, require_store
 from kvactors.engine import Engine
@@ -181,13 +181,24 @@ def test_readable_answers_bools(answer: list[Any]) -> None:
         checked.readable(["k"])
 
 
-def test_a_failed_call_with_its_reason_is_that_outcome() -> None:
-    (failed,) = call_failed(ValueError("x"), 1)
-    others = [outcome for outcome in Outcome if outcome is not Outcome.CALL_FAILED]
-    assert failed in [Outcome.CALL_FAILED]
-    assert Outcome.CALL_FAILED in [failed]
-    assert failed in {Outcome.CALL_FAILED}
-    assert not any(failed == other or other == failed for other in others)
-    assert ([failed].count(Outcome.OK), failed.ok, failed.value) == (0, False, "call failed: ValueError: x")
-    assert cause_label(f"layer 3: {failed.value}") == "call failed"
-    assert len(FailedCall("x" * 300).value) <= 320
+@pytest.mark.parametrize(
+    ("outcome", "error", "words"),
+    [
+        (Outcome.CALL_FAILED, ValueError("x"), "call failed: ValueError: x"),
+        (
+            Outcome.CALL_FAILED,
+            StoreCallError("store a: put_open answered None"),
+            "call failed: store a: put_open answered None",
+        ),
+        (Outcome.CALL_FAILED, None, "call failed"),
+        (Outcome.UNREACHABLE, StoreUnreachableError("no master"), "unreachable"),
+        (Outcome.NO_REPLICA, None, "no replica"),
+    ],
+)
+def test_a_failed_call_is_said_with_its_reason(outcome: Outcome, error: Exception | None, words: str) -> None:
+    assert in_words(outcome, error) == words
+    assert cause_label(f"layer 3: {words}") == outcome.value
+
+
+def test_a_reason_has_an_end() -> None:
+    assert len(in_words(Outcome.CALL_FAILED, ValueError("x" * 500))) <= 320
