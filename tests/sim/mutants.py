@@ -56,7 +56,7 @@ def commit_without_coverage(patch: Patch) -> None:
 
 @mutant("flaky-store")
 def coverage_counts_failed_ranges(patch: Patch) -> None:
-    def returned(self: Any, call: Any, outcomes: Any) -> None:
+    def returned(self: Any, call: Any, *_: Any) -> None:
         self._inflight[call.rows] -= 1
         self._coverage.add(call.rows, call.first_piece, call.last_piece)
 
@@ -384,9 +384,9 @@ def one_failed_key_costs_its_whole_call(patch: Patch) -> None:
     """A failed put revokes every key of its call, not its own."""
     real = StepSaves.returned
 
-    def returned(self: Any, call: Any, outcomes: Any) -> None:
+    def returned(self: Any, call: Any, outcomes: Any, error: Any) -> None:
         bad = next((o for o in outcomes if o is not Outcome.OK), None)
-        real(self, call, outcomes if bad is None else [bad] * len(outcomes))
+        real(self, call, outcomes if bad is None else [bad] * len(outcomes), error)
 
     patch.setattr(StepSaves, "returned", returned)
 
