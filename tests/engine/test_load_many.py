@@ -159,7 +159,11 @@ async def test_a_request_that_makes_no_sense_fails_alone() -> None:
         done = await rig.engine.load_many([a, *bad, c])
         assert done["a"].failure is None
         assert rig.loaded_right(a)
-        for name, reason in (("ids", "local block -7"), ("groups", "groups is the number 5"), ("same", "block 20 is loaded by another")):
+        for name, reason in (
+            ("ids", "local block -7"),
+            ("groups", "groups is the number 5"),
+            ("same", "block 20 is loaded by another"),
+        ):
             failure = done[name].failure
             assert failure is not None
             assert reason in failure.reason
