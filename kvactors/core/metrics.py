@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from kvactors.core.store import Outcome
+
 
 class Metric(NamedTuple):
     """One metric without its prefix; with `label`, it is kept by that label (several: divided by blanks)."""
@@ -17,6 +19,16 @@ class Metric(NamedTuple):
     meaning: str
     label: str = ""
 
+
+REVOKE_CAUSES = (
+    Outcome.TRANSFER_FAILED.value,
+    Outcome.CALL_FAILED.value,
+    "a load of its request failed",
+    "preparation failed",
+    "aborted",
+)
+"""The usual ones, in the words of `stats.cause_label`, are exported at 0 from the start: `rate` does not see the first count of
+a series that is born with it. The others come with their first, so that a panel does not name a score of them for nothing."""
 
 COUNTERS: Mapping[str, Metric] = {
     "saved_bytes": Metric("saved_bytes", "Payload bytes of blocks that were saved and committed."),

@@ -6,10 +6,8 @@ of one request, and in events of all of them; what is oldest goes first. Whoever
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import NamedTuple
 
 from kvactors.core.clock import Clock
@@ -45,24 +43,6 @@ class StoryEvent(NamedTuple):
         """The event as a line: seconds since then, group, block, what happened."""
         where = "request" if self.group_id == WHOLE_REQUEST else f"group {self.group_id} block {self.block_index}"
         return f"+{self.at_s - since_s:.6f}s {where}: {self.what}"
-
-
-_WORD = r"\b([a-z]+(?: \d+)?)"
-_TWICE = (
-    (re.compile(rf"{_WORD} \(\1\)"), r"\1"),
-    (re.compile(rf"{_WORD} \(\1:? "), r"\1 ("),
-    (re.compile(rf"{_WORD}: \1\b"), r"\1"),
-)
-_NUMBERS = re.compile(r"\[(\d+(?:, \d+)*)\]")
-
-
-@lru_cache(maxsize=4096)
-def sentence(what: str) -> str:
-    """A text as people read it: what names a layer, or an end, and then a reason that names it again, says it once; numbers
-    stand without the brackets of a list."""
-    for twice, once in _TWICE:
-        what = twice.sub(once, what)
-    return _NUMBERS.sub(r"\1", what) if "[" in what else what
 
 
 class StoryBook:
@@ -139,4 +119,4 @@ class StoryBook:
 
 
 def _told(page: Iterable[tuple[float, int, int, str]]) -> list[StoryEvent]:
-    return [StoryEvent(at_s, group_id, block_index, sentence(what)) for at_s, group_id, block_index, what in page]
+    return [StoryEvent(*event) for event in page]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from kvactors.core.metrics import COUNTERS, FAMILIES, LIVE_COUNTERS, WAIT_BUCKETS_S, Family
+from kvactors.core.metrics import COUNTERS, FAMILIES, LIVE_COUNTERS, REVOKE_CAUSES, WAIT_BUCKETS_S, Family
 from kvactors.core.sessions import GET_TERMINAL, PUT_TERMINAL, GetState, PutState
-from kvactors.core.store import Outcome
 from kvactors.live.snapshot import GroupView, Snapshot, WaitView
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -14,16 +13,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = ("running", "degraded", "draining", "drained", "closed", "dead")
 PUTS_UNDER_WAY = tuple(state.value for state in PutState if state not in PUT_TERMINAL)
 GETS_UNDER_WAY = tuple(state.value for state in GetState if state not in GET_TERMINAL)
-
-REVOKE_CAUSES = (
-    Outcome.TRANSFER_FAILED.value,
-    Outcome.CALL_FAILED.value,
-    "a load of its request failed",
-    "preparation failed",
-    "aborted",
-)
-"""The usual ones, in the words of `cause_label`, are exported at 0 from the start: `rate` does not see the first count of a
-series that is born with it. The others come with their first, so that a panel does not name a score of them for nothing."""
 
 Sample = tuple[Mapping[str, str], float]
 """Labels other than the rank's, and the value."""

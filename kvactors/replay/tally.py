@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvactors.core.story import sentence
-
 MOST_EVENTS = 200
 MOST_SAMPLES = 400
 
@@ -68,7 +66,7 @@ class Tally:
     def event(self, text: str) -> None:
         """Notes something that went wrong, for the report; only the first ones are kept."""
         if len(self.events) < MOST_EVENTS:
-            self.events.append(sentence(text))
+            self.events.append(text)
         else:
             self.events_dropped += 1
 

@@ -13,7 +13,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvactors.core.metrics import COUNTERS, GAUGES, WAIT_BUCKETS_S, WAITS, Metric
+from kvactors.core.metrics import COUNTERS, GAUGES, REVOKE_CAUSES, WAIT_BUCKETS_S, WAITS, Metric
 from kvactors.core.stats import EngineStats
 
 PREFIX = "vllm:kvactors_"
@@ -209,6 +209,9 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             counter = self._counter_cls(**self._described(metric))
             if metric.label:
                 self._sums_by_label[key] = counter
+                for cause in REVOKE_CAUSES if key == "revoked_by" else ():
+                    for engine in per_engine_labelvalues.values():
+                        counter.labels(*engine, cause)
             else:
                 self._sums[key] = create_metric_per_engine(counter, per_engine_labelvalues)
         self._waits = {

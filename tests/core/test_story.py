@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvactors.core import story
-from kvactors.core.story import MOST_EVENTS_EACH, MOST_LONG_TEXTS, MOST_REQUESTS, StoryBook, sentence
+from kvactors.core.story import MOST_EVENTS_EACH, MOST_LONG_TEXTS, MOST_REQUESTS, StoryBook
 from kvactors.devices import ManualClock
 
 
@@ -63,33 +63,6 @@ def test_what_is_forgotten_is_handed_on_whole(monkeypatch: pytest.MonkeyPatch) -
     book.forget_all()
     assert handed == noted
     assert (len(book), book.requests()) == (0, [])
-
-
-@pytest.mark.parametrize(
-    ("noted", "read"),
-    [
-        ("load failed from token 0 on, layer 0 (layer 0: gone)", "load failed from token 0 on, layer 0 (gone)"),
-        ("load failed from token 0 on, layer 1 (layer 10: gone)", None),
-        ("load failed from token 0 on, layer 0 (get open: not found)", None),
-        ("layer 2: layer 2: transfer failed", "layer 2: transfer failed"),
-        ("step 3 is aborted (aborted)", "step 3 is aborted"),
-        ("step 3 is aborted (aborted by the caller)", "step 3 is aborted (by the caller)"),
-        ("step 3 is aborted (preempted)", None),
-        ("put open -> revoking (aborted: aborted)", "put open -> revoking (aborted)"),
-        ("put open -> revoking (aborted: preempted)", None),
-        ("step 1 is rolled back (preparation failed: groups [0, 1] were not prepared before the deadline)",
-         "step 1 is rolled back (preparation failed: groups 0, 1 were not prepared before the deadline)"),
-        ("get layer 1 failed (call failed: store a: get_ranges raised OSError: [Errno 28] full)",
-         "get layer 1 failed (call failed: store a: get_ranges raised OSError: [Errno 28] full)"),
-        ("put opening -> open", None),
-        ("put opening -> refused (readable already)", None),
-    ],
-)  # fmt: skip
-def test_what_is_noted_reads_as_a_sentence(noted: str, read: str | None) -> None:
-    book = StoryBook(ManualClock())
-    book.record("a", 0, 0, noted)
-    assert book.tell("a") == [f"+0.000000s group 0 block 0: {read or noted}"]
-    assert book.events("a")[0].what == sentence(noted)
 
 
 def test_a_long_text_is_kept_once() -> None:

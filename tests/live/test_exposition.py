@@ -11,11 +11,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvactors.core import metrics, sessions
-from kvactors.core.metrics import FAMILIES
+from kvactors.core.metrics import FAMILIES, REVOKE_CAUSES
 from kvactors.core.stats import cause_label
 from kvactors.core.store import Outcome
 from kvactors.live.client import get, read_snapshot
-from kvactors.live.exposition import REVOKE_CAUSES, exposition
+from kvactors.live.exposition import exposition
 from kvactors.live.snapshot import Snapshot
 from kvactors.simulate.run import scenario
 from kvactors.simulate.world import World

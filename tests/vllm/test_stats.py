@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from kvactors.core.metrics import REVOKE_CAUSES
 from kvactors.core.stats import EngineStats, GroupStats, SessionStats
 from kvactors.vllm import scheduler, worker
 from kvactors.vllm.stats import COUNTERS, GAUGES, PREFIX, WAITS, Collector, ConnectorStats, build_prom_metrics
@@ -266,6 +267,16 @@ def metrics() -> Iterator[Any]:
 
 def sample(name: str, engine_idx: int = 0, **labels: str) -> float | None:
     return REGISTRY.get_sample_value(PREFIX + name, {"model_name": "m", "engine": str(engine_idx), **labels})
+
+
+def test_the_usual_causes_of_revokes_are_there_before_the_first(metrics: Any) -> None:
+    """`rate` does not see the first count of a series that is born with it."""
+    for engine_idx in (0, 1):
+        assert {cause: sample("revoked_blocks_total", engine_idx, cause=cause) for cause in REVOKE_CAUSES} == dict.fromkeys(
+            REVOKE_CAUSES, 0
+        )
+    metrics.observe({"revoked_by": {REVOKE_CAUSES[0]: 2}}, 1)
+    assert [sample("revoked_blocks_total", n, cause=REVOKE_CAUSES[0]) for n in (0, 1)] == [0, 2]
 
 
 def test_prometheus_gets_every_number_by_engine_and_label(metrics: Any) -> None:
