@@ -550,12 +550,20 @@ def test_memory_that_could_not_be_given_up_is_given_up_once_its_calls_have_retur
 
 
 @pytest.mark.parametrize(
-    ("keys", "sizes"), [("abc", [1, 1, 1]), ([5], [1]), ([None], [1]), (["k"], [1.5]), (["k"], [None]), (["k"], ["1"])]
+    ("keys", "sizes", "says"),
+    [
+        ("abc", [1, 1, 1], r"^keys is the text 'abc'; give a list of texts$"),
+        ([5], [1], r"^item 0 of keys is the number 5; give a list of texts$"),
+        (["k", None], [1, 1], r"^item 1 of keys is None; give a list of texts$"),
+        (["k"], [1.5], r"^sizes: 'float' .*; give a whole number of bytes for each key$"),
+        (["k"], [None], r"^sizes: 'NoneType' .*; give a whole number of bytes for each key$"),
+        (["k"], ["1"], r"^sizes: 'str' .*; give a whole number of bytes for each key$"),
+    ],
 )
-def test_keys_and_sizes_of_another_kind_are_refused(keys: Any, sizes: Any) -> None:
+def test_keys_and_sizes_of_another_kind_are_refused(keys: Any, sizes: Any, says: str) -> None:
     bench = Bench()
     for call in (bench.store.put_open, bench.store.get_open):
-        with pytest.raises(StoreError, match="must be"):
+        with pytest.raises(StoreError, match=says):
             call(keys, sizes)
     assert bench.native.calls == []
 
