@@ -7,12 +7,13 @@ Anybody may write a store. What one answers is looked at here, once, before anyt
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import numpy as np
 
 from kvactors.core.store import Health, Outcome, RangeBatch, Store
-from kvactors.errors import StoreCallError, StoreUnreachableError
+from kvactors.errors import ConfigError, StoreCallError, StoreUnreachableError
 
 T = TypeVar("T")
 
@@ -24,18 +25,20 @@ _BOOLS: frozenset[type] = frozenset({bool, np.bool_})
 
 
 class CheckedStore:
-    """Delegates every call to `store`.
+    """Delegates every call to `store`, whose attributes are looked at and copied once.
 
     Raises:
+        ConfigError: an attribute is not what the contract has; names the store, the attribute, what is needed, what came.
         StoreCallError: a call raised, or answered what it may not; names the store, the method, what was expected, what came.
         StoreUnreachableError: the store raised it.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.name, self.lease_s, self.put_safe_age_s = store.name, store.lease_s, store.put_safe_age_s
-        self.good_range_bytes: int = getattr(store, "good_range_bytes", 0)
-        self.reads_whole_objects: bool = getattr(store, "reads_whole_objects", False)
+        self.name = _name(store)
+        self.lease_s, self.put_safe_age_s = _seconds(store, "lease_s"), _seconds(store, "put_safe_age_s")
+        self.good_range_bytes = _nbytes(store, "good_range_bytes")
+        self.reads_whole_objects = _flag(store, "reads_whole_objects")
 
     def put_open(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Outcome]:
         return self._list("put_open", len(keys), _OUTCOMES, self._store.put_open, keys, sizes)
@@ -81,7 +84,7 @@ class CheckedStore:
 
     @property
     def _called(self) -> str:
-        return f"{self.name}"[:60]
+        return self.name[:60]
 
     def _made(self, method: str, call: Callable[..., T], *args: Any) -> T:
         try:
@@ -97,6 +100,37 @@ class CheckedStore:
             return answers
         one_each = f"expected a list with one {'bool' if kinds is _BOOLS else 'Outcome'} for each key"
         raise StoreCallError(f"store {self._called}: {method} answered {came(answers, keys, kinds)}; {one_each}")
+
+
+def _name(store: Store) -> str:
+    if not isinstance(store.name, str) or not store.name.strip():
+        raise ConfigError(f"store {type(store).__name__}: name is {shown(store.name)}; give a text that is not empty")
+    return store.name
+
+
+def _seconds(store: Store, attribute: str) -> float:
+    value: Any = getattr(store, attribute)
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:  # "not a number" is not
+        raise _amiss(store, attribute, value, "a number of seconds, more than 0 (math.inf where nothing expires)")
+    return float(value)
+
+
+def _nbytes(store: Store, attribute: str) -> int:
+    value: Any = getattr(store, attribute, 0)
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+        raise _amiss(store, attribute, value, "a whole number of bytes, 0 or more (or leave it out)")
+    return int(value)
+
+
+def _flag(store: Store, attribute: str) -> bool:
+    value = getattr(store, attribute, False)
+    if type(value) not in _BOOLS:
+        raise _amiss(store, attribute, value, "True or False (or leave it out)")
+    return bool(value)
+
+
+def _amiss(store: Store, attribute: str, value: object, needed: str) -> ConfigError:
+    return ConfigError(f"store {store.name[:60]}: {attribute} is {shown(value)}; give {needed}")
 
 
 def in_words(outcome: Outcome, error: BaseException | None) -> str:

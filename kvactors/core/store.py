@@ -107,10 +107,12 @@ class Store(Protocol):
     """
 
     name: str
+    """For people and messages; not empty."""
     lease_s: float
     """How long a get session may be read after `get_open` (or its renewal by another `get_open`), seconds."""
     put_safe_age_s: float
-    """No range may be written on a put session older than this (well below the store's discard timeout), seconds."""
+    """No range may be written on a put session older than this (well below the store's discard timeout), seconds.
+    Both are more than 0; infinity where nothing expires."""
 
     def put_open(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Outcome]: ...
     def put_ranges(self, batch: RangeBatch) -> list[Outcome]: ...
@@ -128,7 +130,7 @@ class Store(Protocol):
 
 
 STORE_NEEDS = (
-    "name",
+    "name",  # three attributes, and then calls
     "lease_s",
     "put_safe_age_s",
     "put_open",
@@ -152,9 +154,13 @@ def require_store(store: object) -> None:
     """Refuses an object that is no store before anything is asked of it; every call would fail, and nothing be saved.
 
     Raises:
-        ConfigError: names what it lacks.
+        ConfigError: names what it lacks, or what of it cannot be called; or it is a class.
     """
+    if isinstance(store, type):
+        raise ConfigError(f"store {store.__name__} is a class; give an instance of it, as {store.__name__}(...) makes one")
     if lacking := [name for name in STORE_NEEDS if not hasattr(store, name)]:
         raise ConfigError(
             f"store {type(store).__name__} lacks {', '.join(lacking)}; see the calls and attributes of a store in docs"
         )
+    if uncalled := [name for name in STORE_NEEDS[3:] if not callable(getattr(store, name))]:
+        raise ConfigError(f"store {type(store).__name__}: {', '.join(uncalled)} cannot be called; it must be a method")

@@ -27,7 +27,7 @@ from kvactors.actors.step_state import StepState
 from kvactors.actors.threads import WorkerThreads
 from kvactors.actors.undertaker import Undertaker
 from kvactors.core.admission import hashes_problem
-from kvactors.core.answers import CheckedStore, listed
+from kvactors.core.answers import CheckedStore, listed, shown
 from kvactors.core.clock import Clock
 from kvactors.core.config import EngineConfig, seconds
 from kvactors.core.events import DeviceEvent, Devices
@@ -123,6 +123,10 @@ class Engine:
     ) -> None:
         require_store(store)
         store = CheckedStore(store)
+        if not isinstance(bases, Mapping):
+            raise ConfigError(
+                f"bases: came {shown(bases)}; give (group id, physical layer, entry name) -> local address of block 0"
+            )
         self.layout = layout
         self.tp_rank = tp_rank
         self.config = config = EngineConfig() if config is None else config

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvactors.actors import saver
 from kvactors.core.answers import CheckedStore, in_words
 from kvactors.core.stats import cause_label
 from kvactors.core.store import STORE_NEEDS, Health, Outcome, Store, require_store
-from kvactors.engine import Engine
+from kvactors.engine import BlockingEngine, Engine
 from kvactors.errors import ConfigError, StoreCallError, StoreUnreachableError
 from kvactors.stores import FaultyStore, MemoryStore
 from tests.engine.rig import Rig, full_layout, hashes
@@ -59,6 +61,72 @@ class CountingStore:
 
 def test_a_wrapper_is_a_store() -> None:
     require_store(CountingStore(MemoryStore()))
+
+
+# -- its attributes ----------------------------------------------------------------------------------------------------
+
+SECONDS = "give a number of seconds, more than 0"
+NBYTES = "give a whole number of bytes, 0 or more"
+
+ATTRIBUTES: list[tuple[str, Any, str]] = [
+    ("name", None, "store Named: name is None; give a text that is not empty"),
+    ("name", " ", "store Named: name is the text ' '; give a text that is not empty"),
+    *((name, "10", f"store mine: {name} is the text '10'; {SECONDS}") for name in ("lease_s", "put_safe_age_s")),
+    *((name, None, f"store mine: {name} is None; {SECONDS}") for name in ("lease_s", "put_safe_age_s")),
+    *((name, 0.0, f"store mine: {name} is the number 0.0; {SECONDS}") for name in ("lease_s", "put_safe_age_s")),
+    ("lease_s", math.nan, f"store mine: lease_s is the number nan; {SECONDS}"),
+    ("lease_s", True, f"store mine: lease_s is True; {SECONDS}"),
+    ("put_safe_age_s", -1, f"store mine: put_safe_age_s is the number -1; {SECONDS}"),
+    ("good_range_bytes", "4K", f"store mine: good_range_bytes is the text '4K'; {NBYTES}"),
+    ("good_range_bytes", None, f"store mine: good_range_bytes is None; {NBYTES}"),
+    ("good_range_bytes", 4096.0, f"store mine: good_range_bytes is the number 4096.0; {NBYTES}"),
+    ("good_range_bytes", -1, f"store mine: good_range_bytes is the number -1; {NBYTES}"),
+    ("reads_whole_objects", "no", "store mine: reads_whole_objects is the text 'no'; give True or False"),
+    ("put_open", None, "store Named: put_open cannot be called; it must be a method"),
+]
+"""Attribute, what it is, how that is said."""
+
+
+class Named(MemoryStore):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.name = "mine"
+        vars(self).update(attributes)
+
+
+@pytest.mark.parametrize(("attribute", "value", "words"), ATTRIBUTES)
+@pytest.mark.parametrize("kind", [Engine, BlockingEngine])
+def test_an_attribute_that_the_contract_does_not_have(kind: Any, attribute: str, value: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        kind(full_layout(), Named(**{attribute: value}), {})
+    assert f"{refused.value}".startswith(words)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"lease_s": math.inf, "put_safe_age_s": 1},
+        {"lease_s": np.float32(3), "put_safe_age_s": np.int64(2)},
+        {"good_range_bytes": np.int64(4096), "reads_whole_objects": np.True_},
+    ],
+)
+def test_numbers_of_any_kind_are_taken(attributes: dict[str, Any]) -> None:
+    checked = CheckedStore(Named(**attributes))
+    assert {name: getattr(checked, name) for name in attributes} == attributes
+    assert {type(getattr(checked, name)) for name in attributes} <= {float, int, bool}
+
+
+def test_a_class_is_no_store() -> None:
+    with pytest.raises(ConfigError, match=r"store MemoryStore is a class; give an instance of it, as MemoryStore\(\.\.\.\)"):
+        BlockingEngine(full_layout(), MemoryStore, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bases", [None, [1, 2]])
+def test_bases_are_a_mapping(bases: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^bases: came (None|a list of 2); give \(group id, physical layer, entry name\) -> "
+    ):
+        BlockingEngine(full_layout(), MemoryStore(), bases)
 
 
 # -- what it answers amiss ---------------------------------------------------------------------------------------------
