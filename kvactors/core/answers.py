@@ -19,6 +19,11 @@ T = TypeVar("T")
 
 MOST_CHARACTERS = 300
 """Of a reason: it stands in the story of every block of the call."""
+MOST_SAID = 180
+"""Of what an exception says, so that its place fits behind it."""
+
+_OURS = __file__.rpartition("core")[0]
+"""The package's folder, with its last separator."""
 
 _OUTCOMES: frozenset[type] = frozenset({Outcome})
 _BOOLS: frozenset[type] = frozenset({bool, np.bool_})
@@ -92,7 +97,7 @@ class CheckedStore:
         except StoreUnreachableError:
             raise
         except BaseException as error:  # a worker outlives anything that a store raises
-            raise StoreCallError(f"store {self._called}: {method} raised {said(error)}") from error
+            raise StoreCallError(f"store {self._called}: {method} raised {said(error)[:MOST_SAID]}{_at(error)}") from error
 
     def _list(self, method: str, keys: int, kinds: Collection[type], call: Callable[..., list[T]], *args: Any) -> list[T]:
         answers = self._made(method, call, *args)
@@ -149,6 +154,21 @@ def said(error: BaseException) -> str:
     """An exception as a line: its type, and what it says."""
     text = " ".join(f"{error}".split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _at(error: BaseException) -> str:
+    """Where a store raised, in brackets: the innermost line in the folder of the first file that is none of kvactors', so that
+    neither a wrapper of ours nor a library that the store calls is told in its place. Nothing if there is none."""
+    trace, folder, at = error.__traceback__, None, ""
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        inside, _, file = path.rpartition("/")
+        if folder is None and not path.startswith(_OURS):
+            folder = inside
+        if folder == inside:
+            at = f" ({file}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return at
 
 
 def came(answers: object, keys: int, kinds: Collection[type]) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvactors.actors import saver
-from kvactors.core.answers import CheckedStore, in_words
+from kvactors.core.answers import CheckedStore, in_words, reason
 from kvactors.core.stats import cause_label
 from kvactors.core.store import STORE_NEEDS, Health, Outcome, Store, require_store
 from kvactors.engine import BlockingEngine, Engine
@@ -232,6 +234,49 @@ def test_what_goes_through_as_it_is() -> None:
     assert checked.health() == Health(True)
     assert checked.lease_s == MemoryStore().lease_s
     assert checked.stats()["open_puts"] == 0
+
+
+RAISING = """import json
+
+class Mine:
+    def raises(self, keys, sizes):
+        return self.divide(len(keys))
+
+    def divide(self, n):
+        return [1 / 0] * n
+
+    def in_a_library(self, keys, sizes):
+        return json.loads("{")
+
+    def too_few(self):
+        pass
+"""
+
+
+def test_where_a_store_raised_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_raising.py").write_text(RAISING)
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = import_module("mine_raising").Mine()
+    store = Named()
+    for call, words in (
+        (mine.raises, "raised ZeroDivisionError: division by zero (mine_raising.py:8)"),
+        (mine.in_a_library, "(char 1) (mine_raising.py:11)"),
+        (mine.too_few, "takes 1 positional argument but 3 were given"),
+    ):
+        store.put_open = call  # type: ignore[method-assign]
+        for behind in (store, FaultyStore(store)):
+            with pytest.raises(StoreCallError) as raised:
+                CheckedStore(behind).put_open(["k"], [1])
+            assert f"{raised.value}".endswith(words)
+
+
+def test_the_place_stands_behind_a_long_text_too() -> None:
+    store = Named(name="n" * 80)
+    store.put_commit = raises(ValueError("x" * 500))  # type: ignore[method-assign]
+    with pytest.raises(StoreCallError) as raised:
+        CheckedStore(store).put_commit(["k"])
+    assert reason(raised.value) == f"{raised.value}"
+    assert Path(__file__).name in f"{raised.value}"
 
 
 @pytest.mark.parametrize("answer", [True, None, "ok", {"ok": True}])
