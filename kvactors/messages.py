@@ -254,6 +254,14 @@ class Job(ABC):
     def label(self) -> str:
         return type(self).__name__.lower()
 
+    @property
+    def method(self) -> str:
+        """The store's method that it calls."""
+        return _METHODS.get(self.label, self.label.replace(" ", "_"))
+
+
+_METHODS = {"commit": "put_commit", "revoke": "put_revoke", "close": "get_close"}
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Transfer(Job):
@@ -359,10 +367,16 @@ class Close(SessionJob[GetSession]):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Ask(Job):
-    """Any other call, whose answer `result` holds: readable, health, a lookup, the revoke of keys without a session."""
+    """Any other call, whose answer `result` holds: readable (a lookup's too), health, the revoke of keys without a session.
+    `what`: the method, in words."""
 
     run: Callable[[Store], Any]
+    what: str = "readable"
     result: Any = None
+
+    @property
+    def label(self) -> str:
+        return self.what
 
     @property
     def count(self) -> int:

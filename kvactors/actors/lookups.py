@@ -10,6 +10,7 @@ from typing import Any
 
 from kvactors.actors.mailbox import Mailbox
 from kvactors.actors.pool import TransferPool
+from kvactors.core.answers import reason
 from kvactors.core.queue import Priority
 from kvactors.core.reachability import Hit
 from kvactors.core.stats import EngineStats
@@ -67,7 +68,8 @@ class Lookups:
         if done.outcomes[0] is Outcome.OK and isinstance(result, Hit):
             self._answer(message.number, result)
         else:
-            log.warning("a lookup failed; it counts as a miss", error=repr(done.error or done.outcomes[0].value))
+            why = done.outcomes[0].value if done.error is None else reason(done.error)
+            log.warning("a lookup failed; it counts as a miss", error=why)
             self.fail(message.number)
 
     def fail(self, number: int) -> None:

@@ -473,7 +473,10 @@ class TransferPool:
         for lost, worker in fresh:
             self._executor.replace(lost, worker)
         for done in replies:
-            log.warning("a transfer passed its deadline", call=done.job.label, answer=done.outcomes[0].value, after_s=limit)
+            if done.outcomes[0] is Outcome.LOST:
+                log.warning("a store call passed its deadline", store=self.store.name, call=done.job.method, after_s=limit)
+            else:
+                log.warning("a store call was not made in time", call=done.job.method, why=done.outcomes[0].value)
         _settle(replies)
         if dues:
             self._arm(min(dues) - now)

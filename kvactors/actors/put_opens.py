@@ -261,6 +261,7 @@ class PutOpens:
                 group_id=c.group_id,
                 step=step,
                 run=partial(_put_revoke, [s.key for s in sessions]),
+                what="put revoke",
             )
         )
 
@@ -301,7 +302,8 @@ class PutOpens:
 def revoke_unowned(c: GroupContext, keys: Sequence[str]) -> None:
     """Revokes what the store may have opened of keys that the engine has given up; nobody waits for the answer."""
     if keys:
-        c.submit(Ask(reply=c.mailbox.post, priority=Priority.COMMIT, group_id=c.group_id, run=partial(_put_revoke, keys)))
+        revoke = partial(_put_revoke, keys)
+        c.submit(Ask(reply=c.mailbox.post, priority=Priority.COMMIT, group_id=c.group_id, run=revoke, what="put revoke"))
 
 
 class ReadableDone:

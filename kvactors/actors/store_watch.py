@@ -49,7 +49,9 @@ class StoreWatch:
 
     def probe(self) -> None:
         self._mailbox.reserve()
-        self._pool.submit(Ask(reply=lambda done: self._mailbox.post(ProbeDone(done)), priority=Priority.DEMANDED, run=_health))
+        self._pool.submit(
+            Ask(reply=lambda done: self._mailbox.post(ProbeDone(done)), priority=Priority.DEMANDED, run=_health, what="health")
+        )
 
     def probed(self, done: TransferDone) -> None:
         if done.late:

@@ -77,6 +77,37 @@ async def test_a_call_is_given_up_in_time_while_others_wait_for_longer() -> None
         await step.abort()
 
 
+@pytest.mark.parametrize("method", ["put_open", "put_ranges", "put_commit", "get_open", "get_ranges", "get_close"])
+async def test_a_call_that_hangs_is_named(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with Rig(full_layout(), [Fault(what="freeze", call=method, nth=1)], config=SHORT) as rig:
+        fine = hashes(2)
+        await rig.save("w", fine)
+        if method.startswith("get"):
+            await rig.engine.load("a", rig.request("a", fine, load={0: [0]}, first_id=10).groups, fine)
+        await until(rig, lambda: bool(rig.engine._pool.lost_workers))
+        rig.store.release()
+        await rig.calls_returned()
+    lines = [r.getMessage() for r in caplog.records if "passed its deadline" in r.getMessage()]
+    assert lines == [f"event='a store call passed its deadline' store='memory' call='{method}' after_s=0.2"]
+
+
+async def test_a_lookup_that_hangs_is_told_as_the_stores_call(caplog: pytest.LogCaptureFixture) -> None:
+    async with Rig(full_layout(), [Fault(what="freeze", call="readable", nth=1)], config=SHORT) as rig:
+        assert (await rig.engine.lookup(hashes(2), 33)).tokens == 0
+        await until(rig, lambda: "a lookup failed" in caplog.text)
+        rig.store.release()
+    logged = [r.getMessage() for r in caplog.records]
+    assert "event='a store call passed its deadline' store='memory' call='readable' after_s=0.2" in logged
+    assert "event='a lookup failed; it counts as a miss' error='call lost'" in logged
+
+
+async def test_a_lookup_that_raises_says_what(caplog: pytest.LogCaptureFixture) -> None:
+    async with Rig(full_layout(), [Fault(what="raise", call="readable", nth=1)]) as rig:
+        assert (await rig.engine.lookup(hashes(2), 33)).tokens == 0
+    logged = [r.getMessage() for r in caplog.records]
+    assert any("error='store memory: readable raised " in line for line in logged), logged
+
+
 async def test_a_key_whose_close_hung_and_raised_can_be_loaded_again() -> None:
     faults = [Fault(what="freeze", call="get_close", nth=1), Fault(what="raise", call="get_close", nth=1)]
     async with Rig(full_layout(), faults, config=SHORT) as rig:
