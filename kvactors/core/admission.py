@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -42,17 +43,44 @@ def problem_of(request: StepRequest, layout: KVLayout, hash_tokens: int) -> str:
     return ""
 
 
-def loads_into_others(request: StepRequest, loaded: dict[int, set[int]]) -> str:
-    """Why the request's loads hit those of the step's earlier requests; empty if not, and then `loaded` takes them in:
-    group id -> local blocks that are loaded."""
-    mine = {g: {int(b.block_ids[i]) for i in b.load} - {NULL_BLOCK} for g, b in request.groups.items() if len(b.load)}
-    for group_id, ids in mine.items():
-        shared = ids & loaded.get(group_id, set())
-        if shared:
-            return f"group {group_id}: local block {min(shared)} is loaded by another request of the step too"
-    for group_id, ids in mine.items():
-        loaded.setdefault(group_id, set()).update(ids)
-    return ""
+class LocalBlocks:
+    """The local blocks of a step's requests: each is loaded once, and holds one block, or its bytes would get two names."""
+
+    def __init__(self, block_tokens: Mapping[int, int], hash_tokens: int) -> None:
+        self._block_tokens, self._hash_tokens = block_tokens, hash_tokens
+        self._loaded: dict[int, set[int]] = {}
+        self._held: dict[int, dict[int, bytes]] = {}
+        """group id -> local block -> hash of what it holds, or will hold"""
+
+    def take(self, request: StepRequest) -> str:
+        """Why the request's local blocks contradict those of the step's earlier requests, or each other; empty if they do not,
+        and then they are taken in. The request makes sense otherwise."""
+        loaded = {g: {int(b.block_ids[i]) for i in b.load} - {NULL_BLOCK} for g, b in request.groups.items() if len(b.load)}
+        for group_id, ids in loaded.items():
+            shared = ids & self._loaded.get(group_id, set())
+            if shared:
+                return f"group {group_id}: local block {min(shared)} is loaded by another request of the step too"
+        held: dict[int, dict[int, bytes]] = {}
+        for group_id, blocks in request.groups.items() if len(request.hashes) else ():
+            here, others = held.setdefault(group_id, {}), self._held.get(group_id, {})
+            for local, block_hash in self._named(group_id, blocks, request.hashes):
+                if here.setdefault(local, block_hash) != block_hash:
+                    return f"group {group_id}: local block {local} is named for two blocks of the request"
+                if others.get(local, block_hash) != block_hash:
+                    return f"group {group_id}: local block {local} is another block of an earlier request of the step"
+        for group_id, ids in loaded.items():
+            self._loaded.setdefault(group_id, set()).update(ids)
+        for group_id, here in held.items():
+            self._held.setdefault(group_id, {}).update(here)
+        return ""
+
+    def _named(self, group_id: int, blocks: GroupBlocks, hashes: Sequence[bytes]) -> Iterator[tuple[int, bytes]]:
+        """Each local block that is loaded or saved, with its hash."""
+        units = self._block_tokens[group_id] // self._hash_tokens
+        for i in chain(blocks.load, blocks.save):
+            local = int(blocks.block_ids[i])
+            if local != NULL_BLOCK:
+                yield local, hashes[(i + 1) * units - 1]
 
 
 def hashes_problem(hashes: Any) -> str:

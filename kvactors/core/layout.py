@@ -333,6 +333,18 @@ class KVLayout:
         return self.with_model(f"{_namespace(namespace)}{NAMESPACE_MARK}{self.model}")
 
 
+def check_model_name(model: str) -> None:
+    """Refuses a model's own name that would give its keys to a namespace: `a::m` has the keys of `m` in the namespace `a`.
+
+    Raises:
+        LayoutError: it holds the mark of a namespace.
+    """
+    if NAMESPACE_MARK in model:
+        raise LayoutError(
+            f"model name {model!r}: must not hold {NAMESPACE_MARK!r}, which ends a namespace; give the namespace apart"
+        )
+
+
 def namespace_pattern(namespace: str) -> str:
     """A regular expression that matches every key of a namespace, and no other key, as a whole."""
     return f"{_namespace(namespace).replace('.', '[.]')}{NAMESPACE_MARK}.*"

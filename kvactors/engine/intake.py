@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from kvactors.actors.latch import Latch
 from kvactors.actors.step_state import StepState
-from kvactors.core.admission import loads_into_others, problem_of
+from kvactors.core.admission import LocalBlocks, problem_of
 from kvactors.core.answers import shown
 from kvactors.core.layout import KVLayout
 from kvactors.core.stats import EngineStats
@@ -45,12 +45,12 @@ class Intake:
         good: dict[str, StepRequest] = {}
         problems: dict[str, str] = {}
         rejected_loads: list[str] = []
-        loaded: dict[int, set[int]] = {}
+        local_blocks = LocalBlocks(self._block_tokens, self._hash_tokens)
         for request in requests if windowed else map(_only_loads, requests):
             problem = problem_of(request, self._layout, self._hash_tokens)
             if not problem and request.request_id in good:
                 problem = "is named twice in one step"
-            problem = problem or loads_into_others(request, loaded)
+            problem = problem or local_blocks.take(request)
             if problem:
                 problems[request.request_id] = problem
                 self._stats.bad_requests += 1

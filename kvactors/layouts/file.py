@@ -6,14 +6,39 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvactors.core.layout import CacheEntry, Group, GroupKind, KVLayout
+from kvactors.core.layout import CacheEntry, Group, GroupKind, KVLayout, check_model_name
 from kvactors.errors import LayoutError
-from kvactors.layouts.checks import BlockShape, check_bytes, check_layers
+from kvactors.layouts.checks import BlockShape, check_bytes, check_layers, check_names
+from kvactors.layouts.elements import canonical_kind
 from kvactors.textfiles import BadFileError, did_you_mean, read_data
 
 _FIELDS = {"name", "groups", "layers", "uncached_layers"}
 _GROUP_FIELDS = {"kind", "block_tokens", "layers", "entries", "window", "chunk_tokens", "speculative", "kv_heads"}
 _ENTRY_FIELDS = {"name", "bytes", "stride", "dtype", "head_size"}
+
+_MEANT = {
+    GroupKind.FULL: ("attention", "attn", "full_attention", "dense", "global", "mha", "mqa", "gqa"),
+    GroupKind.SLIDING_WINDOW: ("sliding", "sliding_attention", "sliding_window_attention", "window", "swa", "local"),
+    GroupKind.CHUNKED_LOCAL: ("chunked", "chunked_attention", "chunked_local_attention"),
+    GroupKind.MLA: ("latent", "mla_attention"),
+    GroupKind.INDEXER: ("index", "lightning_indexer"),
+    GroupKind.STATE: (
+        "mamba",
+        "mamba1",
+        "mamba2",
+        "ssm",
+        "linear",
+        "linear_attention",
+        "recurrent",
+        "gdn",
+        "gated_delta_net",
+        "kda",
+        "rwkv",
+        "conv",
+        "short_conv",
+    ),
+}
+"""What people call the kinds."""
 
 
 def read_layout_file(path: str | Path) -> KVLayout:
@@ -39,10 +64,12 @@ def layout_from_data(data: Any, where: str) -> KVLayout:
         raise LayoutError(f"{where}: groups: must be a list of at least one group")
     made = [_group(f"{where}: group {i}", i, g) for i, g in enumerate(groups)]
     _check_blocks(where, made)
+    check_names(where, made)
     layers = _whole(where, "layers", data["layers"], 1) if "layers" in data else None
     uncached = sorted(_numbers(where, "uncached_layers", data["uncached_layers"])) if "uncached_layers" in data else None
     check_layers(where, made, layers, uncached)
     try:
+        check_model_name(name)
         return KVLayout(name, made)
     except LayoutError as error:
         raise _located(where, error) from None
@@ -64,11 +91,10 @@ def _group(where: str, number: int, data: Any) -> Group:
     kind = _required(where, data, "kind")
     if not isinstance(kind, str) or kind not in {k.value for k in GroupKind}:
         kinds = [k.value for k in GroupKind]
-        hint = did_you_mean(kind, kinds) or ";"
-        raise LayoutError(f"{where}: kind: unknown kind {kind!r}{hint} one of {', '.join(kinds)}")
-    for name in ("window", "chunk_tokens", "kv_heads"):
+        raise LayoutError(f"{where}: kind: unknown kind {kind!r}{_kind_meant(kind) or ';'} one of {', '.join(kinds)}")
+    for name, least in (("window", 2), ("chunk_tokens", 1), ("kv_heads", 1)):
         if name in data:
-            _whole(where, name, data[name], 1)
+            _whole(where, name, data[name], least)
     block_tokens = _whole(where, "block_tokens", _required(where, data, "block_tokens"), 1)
     speculative = data.get("speculative", False)
     if not isinstance(speculative, bool):
@@ -87,6 +113,13 @@ def _group(where: str, number: int, data: Any) -> Group:
         )
     except LayoutError as error:
         raise _located(where, error) from None
+
+
+def _kind_meant(name: Any) -> str:
+    """A hint at the kind that is meant, by what people call it, or else by its spelling."""
+    plain = str(name).lower().replace("-", "_").replace(" ", "_")
+    called = next((kind.value for kind, names in _MEANT.items() if plain in names), "")
+    return f"; did you mean {called}?" if called else did_you_mean(name, [kind.value for kind in GroupKind])
 
 
 def _layers(where: str, data: Mapping[str, Any], shape: BlockShape) -> dict[int, list[CacheEntry]]:
@@ -139,6 +172,7 @@ def _entries(where: str, data: Any, shape: BlockShape) -> list[CacheEntry]:
         dtype = item.get("dtype", "")
         if not isinstance(dtype, str) or not dtype.isprintable():
             raise LayoutError(f"{where}: entry {name!r}: dtype: {dtype!r} must be a text of printable characters")
+        dtype = canonical_kind(dtype)
         head_size = item.get("head_size")
         if head_size is not None:
             _whole(where, f"entry {name!r}: head_size", head_size, 1)

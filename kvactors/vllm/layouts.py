@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvactors.core.layout import Group, GroupKind, KVLayout
+from kvactors.core.layout import Group, GroupKind, KVLayout, check_model_name
 from kvactors.errors import LayoutError
 from kvactors.memory.entries import group_memory, registered_regions
 from kvactors.vllm.names import CacheName, cache_names
@@ -186,6 +186,7 @@ def worker_memory(
         speculative = bool(getattr(group, "is_eagle_group", False))
         groups.append(make_group(number, group.kv_cache_spec, memory.layers, facts, speculative=speculative))
     groups = _with_sure_heads(groups)
+    check_model_name(facts.model)
     layout = KVLayout(facts.model, groups, tp_size=facts.tp_size, pp_rank=facts.pp_rank, pp_size=facts.pp_size)
     if namespace:
         layout = layout.with_namespace(namespace)

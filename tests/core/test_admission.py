@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvactors.core.admission import problem_of
+from kvactors.core.admission import LocalBlocks, problem_of
 from kvactors.core.answers import listed, shown
 from kvactors.core.steps import GroupBlocks, StepRequest
 from kvactors.core.store import Outcome
@@ -39,6 +39,43 @@ def request(**odd: Any) -> StepRequest:
 )
 def test_a_problem_says_what_came_and_what_to_give(odd: dict[str, Any], problem: str) -> None:
     assert problem_of(request(**odd), full_layout(), 16) == problem
+
+
+def taken(*groups: tuple[str, GroupBlocks]) -> list[str]:
+    """What is said of requests of one step, one after another; those with the same letter have the same prompt."""
+    blocks = LocalBlocks({0: 16, 1: 32}, 16)
+    return [blocks.take(StepRequest(str(n), hashes(4, name), {0: given})) for n, (name, given) in enumerate(groups)]
+
+
+def test_a_local_block_holds_one_block() -> None:
+    """Else one of two keys would get the other's bytes."""
+    save = (0, 1)
+    assert taken(("a", GroupBlocks([3, 3], (), save)))[0] == "group 0: local block 3 is named for two blocks of the request"
+    assert taken(("a", GroupBlocks([3, 3], (0,), (1,))))[0] == "group 0: local block 3 is named for two blocks of the request"
+    assert taken(
+        ("a", GroupBlocks([3, 4], (), save)), ("b", GroupBlocks([5, 4], (), save)), ("b", GroupBlocks([5, 6], (), save))
+    ) == [
+        "",
+        "group 0: local block 4 is another block of an earlier request of the step",
+        "",
+    ]
+    assert taken(("a", GroupBlocks([3], (0,))), ("b", GroupBlocks([3], (), (0,))))[1].startswith(
+        "group 0: local block 3 is another"
+    )
+    assert taken(("a", GroupBlocks([3], (0,))), ("a", GroupBlocks([3], (0,))))[1].endswith(
+        "loaded by another request of the step too"
+    )
+
+
+def test_what_is_shared_or_absent_contradicts_nothing() -> None:
+    assert taken(("a", GroupBlocks([3, 4], (), (0, 1))), ("a", GroupBlocks([3, 9], (), (0, 1)))) == ["", ""], "one prefix"
+    assert taken(("a", GroupBlocks([-1, -1], (0, 1))), ("b", GroupBlocks([-1, -1], (), (0, 1)))) == ["", ""], "null blocks"
+    assert taken(("a", GroupBlocks([3], (0,), (0,)))) == [""]
+    blocks = LocalBlocks({0: 16, 1: 32}, 16)
+    request = StepRequest("a", hashes(4), {0: GroupBlocks([3, 4], (), (0, 1)), 1: GroupBlocks([3, 4], (), (0, 1))})
+    assert blocks.take(request) == "", "groups have local blocks of their own"
+    by_memory = StepRequest("b", [], {0: GroupBlocks([3], (0,))})
+    assert blocks.take(by_memory) == "", "its hashes are the engine's to know"
 
 
 @pytest.mark.parametrize(

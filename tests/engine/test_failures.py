@@ -381,6 +381,7 @@ async def test_an_abort_does_not_wait_for_events() -> None:
         (GroupBlocks(list(range(73)), (), (72,)), "cover only 2 blocks"),
         (GroupBlocks([1, 2], (-1,)), "start at 0"),
         (GroupBlocks([1, 2], (), (0, 0)), "twice"),
+        (GroupBlocks([3, 3], (), (0, 1)), "local block 3 is named for two blocks"),
         (GroupBlocks([1, 2], ("x",)), "something else"),  # type: ignore[arg-type]  # what is wrong with it is the point
     ],
 )
