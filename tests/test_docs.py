@@ -34,6 +34,26 @@ def test_the_embedding_page_prints_what_it_says(tmp_path: Path) -> None:
         assert run(path) == re.sub(r"^    ", "", output, flags=re.MULTILINE)
 
 
+@pytest.mark.parametrize(("copies", "code"), [(True, 0), (False, 1)])
+def test_the_embedding_page_shows_how_bytes_are_tested(copies: bool, code: int, tmp_path: Path) -> None:
+    text = (ROOT / "docs/embedding.md").read_text()
+    (program, _) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (lines,) = re.findall(r"before request two:\n\n((?:      .*\n)+)", text)
+    store = "FaultyStore(MemoryStore(), broken)"
+    forgetful = "type('F', (MemoryStore,), {'put_ranges': lambda _, batch: [Outcome.OK] * len(batch.keys)})()"
+    program = program.replace(store, "MemoryStore()" if copies else forgetful)
+    before = '        engine.forget("one")\n'
+    assert program.count(before) == 1
+    path = tmp_path / "program.py"
+    path.write_text(
+        "from kvactors.core.store import Outcome\n"
+        + program.replace(before, before + re.sub(r"^      ", "        ", lines, flags=re.MULTILINE))
+    )
+    ran = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == code, ran.stderr
+    assert copies or "assert (memory[:, 4:8] == memory[:, 0:4]).all()" in ran.stderr
+
+
 def test_the_example_runs() -> None:
     assert "loaded bytes equal the saved ones: True" in run(ROOT / "examples/embed.py")
 
