@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from kvactors.core.layout import CacheEntry, Group, KVLayout
+from kvactors.fitting import FittingTable
 from kvactors.layouts.checks import spans
 from kvactors.layouts.elements import ELEMENT_BYTES
 from kvactors.layouts.families import FAMILIES, Family
@@ -109,7 +109,7 @@ def describe(layout: KVLayout, family: Family | None = None) -> dict[str, Any]:
 def show_layout(layout: KVLayout, family: Family | None = None, console: Console | None = None) -> None:
     """Prints a layout for people; entries that repeat from layer to layer are shown for the first and last layers.
 
-    Of each entry: where it lies in the object, and its view of local memory.
+    Of each entry: where it lies in the object, and its view of local memory; in a table, or on a narrow console in lines.
     """
     console = console or Console(soft_wrap=True, markup=False, emoji=False, highlight=False)
     console.print(layout.model, style="bold")
@@ -138,9 +138,8 @@ def _show_group(layout: KVLayout, group: Group, console: Console) -> None:
     console.print(f"  layers    {spans(list(group.layers))}; committed after layer {layout.commit_layer(group.id)}")
     console.print(f"  object    {layout.object_bytes(group.id):,} bytes")
     console.print(f"  key       {layout.key(group.id, _EXAMPLE_HASH)}")
-    table = Table(box=None, pad_edge=False, padding=(0, 2))
-    for title in ("  layer", "entry", "offset", "bytes", "shape", "stride", "contiguous", "kind"):
-        table.add_column(title, justify="right" if title in ("  layer", "offset", "bytes") else "left")
+    titles = ("  layer", "entry", "offset", "bytes", "shape", "stride", "contiguous", "kind")
+    table = FittingTable(titles, frozenset(("  layer", "offset", "bytes")), lead=2, padding=(0, 2))
     layers = list(group.layers)
     shown = set(layers) if len(layers) <= 6 else {*layers[:2], layers[-1]}
     hidden = False
@@ -159,5 +158,5 @@ def _show_group(layout: KVLayout, group: Group, console: Console) -> None:
             )
         elif not hidden:
             hidden = True
-            table.add_row("…", *[""] * 7)
+            table.add_row("…")
     console.print(table)

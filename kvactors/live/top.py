@@ -12,6 +12,7 @@ from rich.text import Text
 
 from kvactors.core.metrics import WAIT_BUCKETS_S
 from kvactors.errors import LiveViewError
+from kvactors.fitting import FittingTable
 from kvactors.live.address import Address
 from kvactors.live.client import read_snapshot
 from kvactors.live.printable import printable, shown_bytes, shown_seconds
@@ -72,10 +73,8 @@ def _head(s: Snapshot) -> Text:
 def _groups(s: Snapshot, before: Snapshot | None) -> RenderableType:
     if not s.groups:
         return Text("no groups here")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("group")
-    for name in ("saved", "loaded", "failed", "from store", "there", "no space", "puts", "gets", "oldest"):
-        table.add_column(name, justify="right")
+    numbers = ("saved", "loaded", "failed", "from store", "there", "no space", "puts", "gets", "oldest")
+    table = FittingTable(("group", *numbers), frozenset(numbers), box=SIMPLE_HEAD)
     earlier = {g.id: g for g in before.groups} if before is not None else {}
     seconds = s.at_s - before.at_s if before is not None else 0.0
     for g in s.groups:
@@ -97,8 +96,8 @@ def _groups(s: Snapshot, before: Snapshot | None) -> RenderableType:
 
 def _facts(s: Snapshot, before: Snapshot | None) -> RenderableType:
     table = Table(box=ROUNDED, show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
+    table.add_column(style="bold", overflow="fold")
+    table.add_column(overflow="fold")
     for name, text in _rows(s, before):
         if text:
             table.add_row(name, text)

@@ -18,9 +18,9 @@ from kvactors.layouts.show import EntryView, describe, entry_view, show_layout
 PAGE = Path(__file__).parent.parent.parent / "docs/layout-files.md"
 
 
-def shown(layout: KVLayout) -> list[str]:
+def shown(layout: KVLayout, width: int = 200) -> list[str]:
     out = io.StringIO()
-    show_layout(layout, console=Console(file=out, width=200, soft_wrap=True, markup=False, emoji=False, highlight=False))
+    show_layout(layout, console=Console(file=out, width=width, soft_wrap=True, markup=False, emoji=False, highlight=False))
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
@@ -52,6 +52,35 @@ def test_the_table_of_a_padded_layout() -> None:
         ["4", "ssm", "96", "4,096", "(blocks, 1024)", "(1024, 1)", "yes", "fp32"],
         ["4", "x", "4,192", "6", "(blocks, 6)", "(9, 1)", "no, 3 padding", "fp32 (bytes)"],
     ]
+
+
+def cells_of(lines: list[str]) -> list[str]:
+    """Every word of the entries, in order."""
+    at = next(i for i, line in enumerate(lines) if line.startswith("  key "))
+    return [w for w in " ".join(lines[at + 1 :]).replace(", ", " ").replace(",", "").split() if w not in TITLES]
+
+
+TITLES = ("layer", "entry", "offset", "bytes", "shape", "stride", "contiguous", "kind")
+
+
+@pytest.mark.parametrize("width", [10, 40, 60, 80, 95])
+def test_nothing_is_cut_on_a_narrow_console(width: int) -> None:
+    name = "a_cache_whose_name_is_longer_than_a_narrow_console"
+    entries = [CacheEntry("conv", 96_000_000, 128_000_000, "fp16"), CacheEntry(name, 4096, dtype="fp32"), CacheEntry("x", 6, 9)]
+    layout = KVLayout("m", [Group(0, GroupKind.STATE, 16, dict.fromkeys(range(9), entries))])
+    narrow = shown(layout, width)
+    assert cells_of(narrow) == cells_of(shown(layout))
+    assert narrow[-2].strip() != "…"
+    assert sum("…" in line for line in narrow) == 1, "for the layers that are left out"
+    assert f"  layer 8, entry {name}" in narrow
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_lines_of_a_narrow_console_are_no_longer_than_it(name: str) -> None:
+    lines = shown(FAMILIES[name].build(), 60)
+    entries = [line for line in lines if re.match("  layer [0-9]|    ", line)]
+    assert len(entries) > 4
+    assert all(len(line) <= 60 for line in entries)
 
 
 def test_views_as_data() -> None:

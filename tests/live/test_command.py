@@ -122,6 +122,23 @@ def test_rates_are_since_the_last_look() -> None:
     assert "saved 4.00 KiB (1.00 KiB/s)" in text
 
 
+@pytest.mark.parametrize("width", [30, 40, 80, 400])
+def test_no_number_is_cut_on_a_narrow_terminal(width: int) -> None:
+    puts = {"open": 12_345, "opening": 67_890}
+    group = GroupView(3, "sliding_window", 16_384, 1_234_567, 2_345_678, 3, 4_567_890, 5, 6, 7, 8, 9, puts, {}, 0.25, 0, 0, 0)
+    causes = {"a_cause_that_is_longer_than_a_line_of_forty_cells": 7}
+    counters = {"saved_bytes": 4096}
+    seen = Snapshot("n", "0", 1, "1", "m", 12.0, 1.0, "running", "closed", counters, revoked_by=causes, groups=[group])
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(top.render([top.Seen(Address.of("/x.sock"), seen)], {}))
+    text = console.export_text()
+    assert "…" not in text
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+    whole = "".join(character for character in text if character.isalnum() or character in ",_")
+    for part in ("3sliding_window16384", "1,234,567", "2,345,678", "4,567,890", "12,345open", "67,890opening", *causes):
+        assert part in whole, text
+
+
 def test_story_tells_what_happened_and_why(folder: Path) -> None:
     result = run("story", "b", folder / "live.sock")
     assert result.exit_code == 0, result.output
