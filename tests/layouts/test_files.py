@@ -19,11 +19,6 @@ LAYOUT = "{name: m, groups: [%s]}"
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        (
-            "l.yaml",
-            LAYOUT.replace("name: m,", "name: 'a::m',", 1) % GROUP,
-            "'a::m': must not hold '::', which ends a namespace",
-        ),
         ("f.yaml", "a: 1\nb: 2\na: 3", "line 3: 'a' is given twice"),
         ("f.json", '{"a": 1, "b": {"c": 1, "c": 2}}', "'c' is given twice"),
         ("f.yaml", "a: 01000", "line 1: '01000' would be read as 512"),
@@ -128,5 +123,5 @@ def test_a_plan_knows_whether_it_has_a_seed() -> None:
 def test_a_name_that_would_share_keys_with_a_namespace_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "l.yaml"
     path.write_text(LAYOUT.replace("name: m", "name: 'a::m'", 1) % GROUP)
-    with pytest.raises(LayoutError, match="l.yaml: model name 'a::m': must not hold '::', which ends a namespace"):
+    with pytest.raises(LayoutError, match=r"l\.yaml: model name 'a::m': must not hold '::', which ends a namespace"):
         read_layout_file(path)
