@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvactors.core.layout import Group, GroupKind
 from kvactors.errors import LayoutError
 from kvactors.layouts.elements import ELEMENT_BYTES
+from kvactors.textfiles import did_you_mean
 
 ROW_A_TOKEN = (GroupKind.FULL, GroupKind.CHUNKED_LOCAL, GroupKind.MLA, GroupKind.SLIDING_WINDOW)
 """Kinds whose blocks hold a row for each token and KV head; compressed and indexer blocks hold fewer, states none."""
@@ -42,7 +43,8 @@ def check_bytes(where: str, shape: BlockShape, nbytes: int, dtype: str, head_siz
         raise LayoutError(f"{where}: head_size: the group has no kv_heads, expected both or neither")
     item = ELEMENT_BYTES.get(dtype)
     if item is None:
-        raise LayoutError(f"{where}: head_size: found dtype {dtype!r}, expected one of {', '.join(ELEMENT_BYTES)}")
+        hint = did_you_mean(dtype, ELEMENT_BYTES) if dtype else ""
+        raise LayoutError(f"{where}: head_size: found dtype {dtype!r}, expected one of {', '.join(ELEMENT_BYTES)}{hint}")
     size = shape.block_tokens * shape.kv_heads * head_size * item
     if nbytes != size:
         factors = f"block_tokens {shape.block_tokens} x kv_heads {shape.kv_heads} x head_size {head_size}"
@@ -73,6 +75,35 @@ def check_layers(where: str, groups: Sequence[Group], layers: int | None, uncach
             f"{where}: layers {missing}: found in no group, expected every layer from 0 to {last} in one at least; "
             "name those that have no cache in uncached_layers"
         )
+
+
+def check_names(where: str, groups: Sequence[Group]) -> None:
+    """Checks that no two attention groups hold the same cache: a layer that both have, with an entry of the same name.
+
+    A layer may be in several groups (an indexer, a compressed cache or a state beside the attention, two attentions), but two
+    kinds that hold a row for each token would keep one tensor under two rules.
+
+    Raises:
+        LayoutError: names both groups, the layers and the entries.
+    """
+    owners: dict[tuple[int, str], Group] = {}
+    for group in groups:
+        if group.kind not in ROW_A_TOKEN:
+            continue
+        shared: dict[int, list[tuple[int, str]]] = {}
+        for layer, entries in group.layers.items():
+            for entry in entries:
+                owner = owners.setdefault((layer, entry.name), group)
+                if owner is not group:
+                    shared.setdefault(owner.id, []).append((layer, entry.name))
+        for owner_id, found in shared.items():
+            owner = next(g for g in groups if g.id == owner_id)
+            layers, names = sorted({layer for layer, _ in found}), dict.fromkeys(name for _, name in found)
+            raise LayoutError(
+                f"{where}: groups {owner.id} ({owner.kind.value}) and {group.id} ({group.kind.value}): both have layer "
+                f"{spans(layers)} with {', '.join(map(repr, names))}, expected each cache of a layer in one attention group; "
+                "take the layer out of one of them, or name the entries apart if the layer has two caches"
+            )
 
 
 def _check_numbers(where: str, group: Group, layers: int | None, uncached: Collection[int]) -> None:

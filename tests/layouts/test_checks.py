@@ -57,7 +57,10 @@ def test_a_built_in_family_is_legal_as_a_file(name: str) -> None:
         ([group("full", [1, 0])], {"layers": 2}),  # in any order
         ([group("full", [0])], {"uncached_layers": []}),
         ([group("full", [1, 3])], {}),  # the file does not say how many layers there are
-        ([group("full", [0, 1]), group("sliding_window", [1, 2])], {}),  # the same name: it counts within a group
+        ([group("full", [0, 1]), group("sliding_window", [1, 2], "k2", "v2")], {}),  # two caches in layer 1
+        ([group("full", [0], "k"), group("indexer", [0], "k")], {}),  # an indexer's own K
+        ([group("compressed", [0], "kv"), group("sliding_window", [0], "kv")], {}),
+        ([group("full", [0], "s"), group("state", [0], "s")], {}),
     ],
 )
 def test_what_hybrid_models_need_is_legal(groups: list[dict[str, Any]], more: dict[str, Any]) -> None:
@@ -91,6 +94,94 @@ def test_layers_that_contradict_each_other(groups: list[dict[str, Any]], more: d
     with pytest.raises(LayoutError) as caught:
         read(*groups, **more)
     assert str(caught.value).startswith(f"my.yaml: {problem}")
+
+
+@pytest.mark.parametrize(
+    ("groups", "problem"),
+    [
+        (
+            [group("full", [0, 5]), group("sliding_window", [*range(1, 5), *range(5, 12)])],
+            "groups 0 (full) and 1 (sliding_window): both have layer 5 with 'k', 'v', expected each cache of a layer in one",
+        ),
+        (
+            [group("mla", [0], "kv"), group("state", [1], "s"), group("full", [0, 1, 2], "kv")],
+            "groups 0 (mla) and 2 (full): both have layer 0 with 'kv'",
+        ),
+        (
+            [group("chunked_local", [0, 1, 2, 4]), group("chunked_local", [0, 1, 2, 4], "v", "x")],
+            "groups 0 (chunked_local) and 1 (chunked_local): both have layer 0-2, 4 with 'v'",
+        ),
+    ],
+)
+def test_one_cache_in_two_groups_of_attention(groups: list[dict[str, Any]], problem: str) -> None:
+    for more in ({}, {"layers": 12}):
+        with pytest.raises(LayoutError) as caught:
+            read(*groups, **more)
+        assert str(caught.value).startswith(f"my.yaml: {problem}")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        ("bfloat16", "bf16"),
+        ("torch.bfloat16", "bf16"),
+        ("BF16", "bf16"),
+        ("float16", "fp16"),
+        ("half", "fp16"),
+        ("torch.float32", "fp32"),
+        ("float8_e4m3fn", "fp8_e4m3"),
+        ("float8_e5m2", "fp8_e5m2"),
+        ("torch.int8", "int8"),
+        ("bf16", "bf16"),
+        ("NF4", "NF4"),
+        ("", ""),
+    ],
+)
+def test_element_kinds_by_the_names_of_torch(dtype: str, kind: str) -> None:
+    layout = read(sized("full", 8, dtype=dtype))
+    assert layout.ranges(0)[0].entry.dtype == kind
+    assert layout.digest == read(sized("full", 8, dtype=kind)).digest
+
+
+def test_a_head_size_with_a_name_of_torch() -> None:
+    assert read(sized("full", 262144, dtype="bfloat16", head_size=128)).object_bytes(0) == 262144
+    with pytest.raises(LayoutError, match=r"found dtype 'bf61', .* did you mean bf16\?"):
+        read(sized("full", 262144, dtype="bf61", head_size=128))
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("mamba", "state"),
+        ("Mamba2", "state"),
+        ("gdn", "state"),
+        ("kda", "state"),
+        ("linear-attention", "state"),
+        ("ssm", "state"),
+        ("swa", "sliding_window"),
+        ("sliding window", "sliding_window"),
+        ("local", "sliding_window"),
+        ("attention", "full"),
+        ("dense", "full"),
+        ("chunked", "chunked_local"),
+        ("slidingwindow", "sliding_window"),
+        ("ful", "full"),
+    ],
+)
+def test_what_people_call_the_kinds(said: str, meant: str) -> None:
+    with pytest.raises(LayoutError, match=f"unknown kind '{said}'; did you mean {meant}\\? one of full, "):
+        read({**group("full", [0]), "kind": said})
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [({"window": 0}, "window: 0 must be a whole number of at least 2"), ({"window": 1}, "of at least 2"), ({}, "at least 2")],
+)
+def test_the_least_window_is_the_same_wherever_it_is_named(given: dict[str, Any], problem: str) -> None:
+    data = group("sliding_window", [0])
+    del data["window"]
+    with pytest.raises(LayoutError, match=problem):
+        read({**data, **given})
 
 
 def sized(kind: str, nbytes: int, *, block_tokens: int = 128, kv_heads: int | None = 8, **entry: Any) -> dict[str, Any]:
