@@ -102,8 +102,11 @@ def _expanded(text: str) -> list[Address]:
         if not inside:
             raise ConfigError(f"{text}: no socket is in this directory; is an engine with {VARIABLE} set running?")
         return [Address.of(str(p)) for p in inside]
-    if path.is_file():
-        raise ConfigError(f"{text}: is a file and no engine's socket; what `replay --stories` wrote is for `kvactors story`")
+    if path.exists() and not path.is_socket():
+        what = "a file" if path.is_file() else "something else"
+        raise ConfigError(
+            f"{text}: is {what} and no engine's socket; a file that `replay --stories` wrote is for `kvactors story`"
+        )
     address = Address.of(text)
     if address.path and not path.exists():
         ranks = sorted(
@@ -111,7 +114,7 @@ def _expanded(text: str) -> list[Address]:
         )
         if not ranks:
             raise ConfigError(
-                f"{text}: there is no such socket; is an engine with {VARIABLE} set running, as the same user? "
+                f"{text}: there is nothing of this name; is an engine with {VARIABLE} set running, as the same user? "
                 "The view ends with its engine: `kvactors replay --speed 20` makes a replay last"
             )
         return [Address.of(str(p)) for p in ranks]

@@ -127,7 +127,8 @@ def story(request: str, paths: tuple[str, ...], every: bool, as_json: bool) -> i
     told: list[tuple[Teller, StoryPart]] = []
     trouble: list[LiveViewError] = []
     unknown: list[Teller] = []
-    for teller in _tellers(paths):
+    tellers = _tellers(paths)
+    for teller in tellers:
         try:
             found = _stories(teller, request)
             told += [(teller, part) for part in found]
@@ -136,8 +137,8 @@ def story(request: str, paths: tuple[str, ...], every: bool, as_json: bool) -> i
             trouble.append(error)
     if not told:
         raise trouble[0] if trouble else LiveViewError(_no_story(request, unknown))
-    for problem in trouble:
-        click.echo(f"kvactors: {printable(str(problem), 500)}", err=True)
+    for problem in [*map(str, trouble), *filter(None, map(_cut_off, tellers))]:
+        click.echo(f"kvactors: {printable(problem, 500)}", err=True)
     if as_json:
         click.echo(json.dumps([{"address": str(teller), **msgspec.to_builtins(part)} for teller, part in told], indent=2))
         return 1 if trouble else 0
@@ -192,10 +193,21 @@ def _stories(teller: Teller, request: str) -> list[StoryPart]:
 
 def _no_story(request: str, tellers: Sequence[Teller]) -> str:
     names = [name for teller in tellers for name in teller.names()]
+    cut = "".join(f"; {text}" for text in map(_cut_off, tellers) if text)
     if not names:
-        return f"{printable(request)}: there is no story; nothing has happened there yet since the live view was opened"
-    near = get_close_matches(request, names, 3) or names[:-4:-1]
-    return f"{printable(request)}: there is no story of it; {len(names):,} are kept, such as {', '.join(map(printable, near))}"
+        return f"{printable(request)}: there is no story; nothing has happened there yet since the live view was opened{cut}"
+    near = ", ".join(map(printable, get_close_matches(request, names, 3) or names[:-4:-1]))
+    return f"{printable(request)}: there is no story of it; {len(names):,} are kept, such as {near}{cut}"
+
+
+def _cut_off(teller: Teller) -> str:
+    """That a file ends before its stories do; empty if it does not."""
+    cut = isinstance(teller, StoryFile) and teller.cut
+    return (
+        f"{teller} ends in the middle of a line: its run was killed, or it was cut, and there may be more to tell"
+        if cut
+        else ""
+    )
 
 
 assert VARIABLE in (top.help or "")

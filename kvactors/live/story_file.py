@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from kvactors.core.story import StoryEvent
-from kvactors.errors import LiveViewError
+from kvactors.errors import ConfigError
 from kvactors.live.view import StoryPart
 
 SCHEMA = 1
@@ -58,14 +58,18 @@ class StoryWriter:
 
 
 class StoryFile:
-    """Reads a file of stories. A last line that was cut short, because the run was killed, is left alone.
+    """Reads a file of stories.
+
+    Attributes:
+        cut: the last reading met a last line that breaks off, which is left alone: the run was killed, or the file was cut.
 
     Raises (each method):
-        LiveViewError: the file cannot be read, or is no file of stories.
+        ConfigError: the file cannot be read, or is no file of stories.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.cut = False
 
     def __str__(self) -> str:
         return self.path
@@ -88,19 +92,21 @@ class StoryFile:
             with open(self.path, "rb") as file:
                 schema = self._decoded(file.readline(), _Head).kvactors_stories
                 if schema != SCHEMA:
-                    raise LiveViewError(
+                    raise ConfigError(
                         f"{self.path}: stories of schema {schema}, this is {SCHEMA}; use the kvactors that wrote it"
                     )
+                self.cut = False
                 for line in file:
                     if line.endswith(b"\n"):
                         yield self._decoded(line, _Name).request, line
+                    else:
+                        self.cut = True
         except OSError as error:
-            raise LiveViewError(f"{self.path}: cannot be read: {error.strerror or error}") from error
+            raise ConfigError(f"{self.path}: cannot be read: {error.strerror or error}") from error
 
     def _decoded(self, line: bytes, kind: type[Row]) -> Row:
         try:
             return msgspec.json.decode(line, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise LiveViewError(
-                f"{self.path}: is neither a socket nor a file of stories ({error}); `kvactors replay --stories FILE` writes one"
-            ) from error
+            why = "is no file of stories" if kind is _Head else f"is a damaged file of stories ({error})"
+            raise ConfigError(f"{self.path}: {why}; `kvactors replay --stories FILE` writes one") from error

@@ -107,7 +107,7 @@ def test_readers_find_sockets_by_path_directory_and_base_name(tmp_path: Path, mo
     assert names() == ranks
     monkeypatch.delenv(VARIABLE)
     (tmp_path / "empty").mkdir()
-    bad = {(): "which engine", (str(tmp_path / "no.sock"),): "no such socket", (str(tmp_path / "empty"),): "no socket is"}
+    bad = {(): "which engine", (str(tmp_path / "no.sock"),): "nothing of this name", (str(tmp_path / "empty"),): "no socket is"}
     for given, says in bad.items():
         with pytest.raises(ConfigError, match=says):
             found_addresses(given)

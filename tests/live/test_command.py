@@ -179,7 +179,7 @@ def test_bad_usage_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("KVACTORS_LIVE", raising=False)
     refused(run("top"), 2, "which engine?", "KVACTORS_LIVE")
     refused(run("top", "10.0.0.1:9400", "--once"), 2, "loopback")
-    refused(run("top", folder / "none.sock", "--once"), 2, "no such socket")
+    refused(run("top", folder / "none.sock", "--once"), 2, "nothing of this name")
     refused(run("top", SAMPLE, "--once"), 2, "is a file and no engine's socket", "kvactors story")
     refused(run("top", folder, "--every", "nan"), 2, "--every")
     refused(run("story", "aa", folder), 1, "no story of it", "such as a")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from click.testing import CliRunner, Result
 from kvactors.cli import cli
 from kvactors.core import story
 from kvactors.core.story import StoryEvent
-from kvactors.errors import LiveViewError
+from kvactors.errors import ConfigError
 from kvactors.live import Address, LiveView
 from kvactors.live.client import read_story
 from kvactors.live.story_file import StoryFile, StoryWriter
@@ -83,25 +84,37 @@ def test_several_pages_are_one_story(tmp_path: Path) -> None:
 def test_a_last_line_that_was_cut_short_is_left_alone(tmp_path: Path) -> None:
     path = written(tmp_path, page("a", "one"), page("b", "x"))
     path.write_bytes(path.read_bytes()[:-5])
-    assert StoryFile(str(path)).names() == ["a"]
+    file = StoryFile(str(path))
+    assert (file.names(), file.cut) == (["a"], True)
+    cut = f"{path} ends in the middle of a line: its run was killed, or it was cut, and there may be more to tell"
+    refused(run("story", "b", path), 1, "no story of it; 1 are kept, such as a", cut)
+    shown = run("story", "a", path)
+    assert (shown.exit_code, shown.stdout.splitlines()[0], shown.stderr) == (0, "a, 1 events", f"kvactors: {cut}\n")
 
 
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("", "neither a socket nor a file of stories"),
-        ("\xff\xfe", "neither a socket nor a file of stories"),
-        ('{"schema": 1, "trace": {}}\n', "neither a socket nor a file of stories"),
+        ("", "is no file of stories"),
+        ("\xff\xfe", "is no file of stories"),
+        ('{"schema": 1, "trace": {}}\n', "is no file of stories"),
+        ('{\n "schema": 1,\n "trace": {}}\n', "is no file of stories"),
         ('{"kvactors_stories": 2, "run": "x"}\n', "stories of schema 2, this is 1"),
-        ('{"kvactors_stories": 1, "run": "x"}\n{"request": 3}\n', "neither a socket nor a file of stories"),
+        ('{"kvactors_stories": 1, "run": "x"}\n{"request": 3}\n', "is a damaged file of stories"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, part: str) -> None:
     path = tmp_path / "other"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(LiveViewError, match=part):
+    with pytest.raises(ConfigError, match=part):
         StoryFile(str(path)).names()
-    refused(run("story", "r1", path), 1, str(path), part)
+    refused(run("story", "r1", path), 2, str(path), part)
+
+
+def test_what_is_no_file_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    refused(run("story", "r1", tmp_path / "pipe"), 2, "is something else and no engine's socket")
+    refused(run("story", "r1", tmp_path / "none.stories"), 2, "none.stories: there is nothing of this name")
 
 
 def test_a_replay_that_has_ended_is_told(tmp_path: Path) -> None:
