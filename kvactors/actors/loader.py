@@ -20,6 +20,7 @@ from kvactors.core.store import Outcome
 from kvactors.messages import Close, Kind, Open, PrepareGroup, Transfer, TransferDone
 
 CLOSE_TRIES = 3
+NO_STEP = -1
 
 NO_ANSWER = frozenset(
     {
@@ -74,7 +75,7 @@ class Loader:
         fresh: list[GetSession] = []
         for key in dict.fromkeys(loads.keys):
             gs.gets_awaited += self._want(gs, key, fresh)
-        self._open(fresh)
+        self._open(fresh, gs.state.id)
 
     def _want(self, gs: GroupStep, key: str, fresh: list[GetSession]) -> int:
         """Takes a share of the key's session; 1 if its answer must be awaited."""
@@ -98,7 +99,8 @@ class Loader:
         self._waiting.setdefault(key, []).append(gs)
         return 1
 
-    def _open(self, sessions: list[GetSession]) -> None:
+    def _open(self, sessions: list[GetSession], step: int) -> None:
+        """Opens sessions for a step, though others may share them before the answer: so its end cancels no such call."""
         c = self._c
         for part in per_call(sessions):
             c.submit(
@@ -106,6 +108,7 @@ class Loader:
                     reply=c.mailbox.post,
                     priority=Priority.DEMANDED,
                     group_id=c.group_id,
+                    step=step,
                     kind=Kind.GET,
                     sessions=part,
                     object_bytes=c.ranges.object_bytes,
@@ -343,7 +346,7 @@ class Loader:
             gs.closing += 1
             self._close(part, gs.state.id)
 
-    def _close(self, sessions: Sequence[GetSession], step: int = -1) -> None:
+    def _close(self, sessions: Sequence[GetSession], step: int = NO_STEP) -> None:
         """Closes go with the loads: a later load of the key waits for them, and must not wait for saves."""
         c = self._c
         c.submit(Close(reply=c.mailbox.post, priority=Priority.DEMANDED, group_id=c.group_id, step=step, sessions=sessions))
@@ -370,6 +373,7 @@ class Loader:
         c = self._c
         fresh: list[GetSession] = []
         again: list[GetSession] = []
+        steps: set[int] = set()
         lost = Outcome.LOST in done.outcomes and not done.late
         for session, outcome in zip(sessions, done.outcomes, strict=True):
             if session.state is not (GetState.LOST if done.late else GetState.CLOSING):
@@ -384,7 +388,8 @@ class Loader:
             for gs in self._reopen.pop(session.key, []):
                 gs.gets_awaited -= 1
                 gs.gets_awaited += self._want(gs, session.key, fresh)
-        self._open(fresh)
+                steps.add(gs.state.id)
+        self._open(fresh, steps.pop() if len(steps) == 1 else NO_STEP)
         if again:
             self._close(again)
 

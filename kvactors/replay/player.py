@@ -19,6 +19,9 @@ from kvactors.replay.local_pool import LayerContent, LocalPool
 from kvactors.replay.prompt import Prompt
 from kvactors.replay.tally import Tally
 
+MOST_IDS = 8
+"""Requests that the span of a step names."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
@@ -123,8 +126,7 @@ class StepPlayer:
             await step.abort(f"the replay stopped in this step: {said(error)}")
             raise
         if self._observer is not None:
-            args = {"requests": len(prompts), "step": self._steps}
-            self._observer.span(Span("harness", f"step {self._steps}", began, clock.now(), args))
+            self._observer.span(Span("harness", f"step {self._steps}", began, clock.now(), self._span_args(prompts)))
         return StepResult(dict(step.failures), dict(step.problems))
 
     async def _run_layer(
@@ -145,6 +147,11 @@ class StepPlayer:
         if self._observer is not None:
             args = {"step": self._steps, "checked_bytes": to_check, "computed_blocks": to_fill}
             self._observer.span(Span("compute", f"layer {layer}", done.start_s, done.end_s, args))
+
+    def _span_args(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """What a step's span says, with the ids of its first requests and how many more there are."""
+        args = {"requests": len(prompts), "step": self._steps, "ids": ",".join(p.id for p in prompts[:MOST_IDS])}
+        return args | {"more": len(prompts) - MOST_IDS} if len(prompts) > MOST_IDS else args
 
     def _part(self, prompt: Prompt) -> _Part:
         groups: dict[int, GroupBlocks] = {}

@@ -54,6 +54,23 @@ def test_the_same_seed_gives_the_same_bytes(preset: str | None, concurrency: int
     assert run(**{**change, "seed": 4}).event_log_sha256 != report["event_log_sha256"]
 
 
+def test_a_timeline_can_be_joined_with_requests() -> None:
+    """Every call of a step is in that step's time, and the step names its requests."""
+    log = SpanLog()
+    run_on_virtual_time(plan_replay(replace(OPTIONS, concurrency=9, local_blocks=200)), Watchers(observers=[log]))
+    steps = {span.args["step"]: span for span in log.spans if span.track == "harness"}
+    calls = [span for span in log.spans if span.name in ("get open", "get ranges", "put ranges")]
+    assert {span.name for span in calls} == {"get open", "get ranges", "put ranges"}
+    for span in calls:
+        assert steps[span.args["step"]].start_s <= span.start_s < span.end_s <= steps[span.args["step"]].end_s
+    for step in steps.values():
+        ids = step.args["ids"].split(",")
+        assert len(ids) + step.args.get("more", 0) == step.args["requests"]
+        assert len(ids) <= 8
+    assert any("more" in step.args for step in steps.values())
+    assert {name for step in steps.values() for name in step.args["ids"].split(",")} <= {f"r{line}" for line in range(1, 61)}
+
+
 def test_other_processes_and_hash_seeds_give_the_same_bytes(tmp_path: Path) -> None:
     """Also of the files that the command writes."""
     found = []
