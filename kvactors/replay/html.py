@@ -16,15 +16,15 @@ from kvactors.replay.timeline import busiest_step, track_order
 
 STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--card:#f6f7f9;--ink:#1c2128;--faint:#68707c;--rule:#d9dde3;
---c0:#2f6fde;--c1:#d9622b;--c2:#2e9d6a;--c3:#9450c8;--c4:#97740c;--c5:#cc3f6d;--bad:#c22f2f;--good:#23805a}
+--c0:#2f6fde;--c1:#d9622b;--c2:#2e9d6a;--c3:#9450c8;--c4:#97740c;--c5:#cc3f6d;--bad:#c22f2f;--good:#23805a;--warn:#8a5a00}
 @media(prefers-color-scheme:dark){:root{--bg:#14171c;--card:#1d2229;--ink:#e4e8ee;--faint:#98a1ad;--rule:#343b45;
---c0:#6ea3ff;--c1:#f0925f;--c2:#5cc898;--c3:#bf8cee;--c4:#dfbb55;--c5:#f0789f;--bad:#ff7b7b;--good:#65cfa0}}
+--c0:#6ea3ff;--c1:#f0925f;--c2:#5cc898;--c3:#bf8cee;--c4:#dfbb55;--c5:#f0789f;--bad:#ff7b7b;--good:#65cfa0;--warn:#f0b44c}}
 *{box-sizing:border-box}
 body{margin:0 auto;padding:20px 16px 48px;max-width:1240px;background:var(--bg);color:var(--ink);
 font:15px/1.45 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 h1{font-size:22px;margin:0 0 2px}h2{font-size:16px;margin:0 0 8px}
 .faint{color:var(--faint);margin:0 0 14px;overflow-wrap:anywhere}
-.verdict{font-weight:600}.bad{color:var(--bad)}.good{color:var(--good)}
+.verdict{font-weight:600}.bad{color:var(--bad)}.good{color:var(--good)}.warn{color:var(--warn)}
 .grid2{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr));gap:16px}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(136px,1fr));gap:10px;margin:14px 0 18px}
 .card,section{background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:12px 14px;min-width:0}
@@ -57,7 +57,7 @@ def render_page(report: Report, samples: Sequence[Sample], spans: Sequence[Span]
         '<div class="grid2">',
         section("Hits by group over time (blocks)", line_chart("hits by group over time", _hit_lines(report, samples))),
         section("Payload over time", line_chart("bytes saved and loaded over time", _byte_lines(samples), short_bytes)),
-        section("Layers of the busiest step", _layer_rows(spans)),
+        section("Layers of the busiest step", _layer_rows(spans, busiest_step(spans))),
         section("Sessions", bar_chart("sessions by their end", _session_bars(report)) + _open_sessions(samples)),
         section("Failures", _failures(report, samples)),
         section("Where the time went", bar_chart("seconds by use", _time_bars(report), lambda s: f"{s:.3g} s")),
@@ -92,12 +92,21 @@ def _verdict(report: Report) -> str:
             lines.append(f"{report.requests.failed} requests failed")
         text = "; ".join(lines[:5]) or "not all requests were done"
         return f'<p class="verdict bad">Broken: {escape(text)}</p>'
-    text = "All requests done, every loaded byte right, no invariant broken."
+    text, tone = "All requests done, every loaded byte right, no invariant broken.", "good"
     if report.interrupted:
-        text = "Interrupted and drained: what ran was right."
+        text, tone = "Interrupted and drained: what ran was right.", "plain"
     elif not report.tokens.hit:
-        text += f" No hits: {why_no_hits(report, report.layout.boundary_tokens)}."
-    return f'<p class="verdict good">{escape(text)}</p>'
+        text, tone = f"{text} No hits: {why_no_hits(report, report.layout.boundary_tokens)}.", "plain"
+    elif report.failures.load_failed:
+        text = f"{text} Loads failed for {report.failures.load_failed:,} requests, which were computed again."
+    return f'<p class="verdict {"warn" if _troubled(report) else tone}">{escape(text)}</p>'
+
+
+def _troubled(report: Report) -> bool:
+    """Whether something went wrong that a run may show: the store failed it, and it went on without."""
+    f, s = report.failures, report.sessions
+    failed = f.load_failed or f.outages or f.lost_calls or f.lookup_errors
+    return bool(failed or s.put_poisoned or s.put_abandoned)
 
 
 def _cards(report: Report) -> str:
@@ -136,17 +145,23 @@ def _byte_lines(samples: Sequence[Sample]) -> list[Line]:
     ]
 
 
-def _layer_rows(spans: Sequence[Span]) -> str:
-    window = busiest_step(spans)
-    if window is None:
+def _layer_rows(spans: Sequence[Span], step: Span | None) -> str:
+    if step is None:
         return row_chart("layer timeline", [], 0.0)
-    start, end = window
+    start, end = step.start_s, step.end_s
     inside = [s for s in spans if s.end_s >= start and s.start_s <= end and s.track != "harness"]
     rows: list[tuple[str, list[Block]]] = []
     for track in sorted({s.track for s in inside}, key=track_order)[:12]:
         mine = sorted((s for s in inside if s.track == track), key=lambda s: s.start_s)[:400]
         rows.append((track, [Block(s.name, s.start_s - start, s.end_s - start) for s in mine]))
-    return row_chart("compute windows and transfers of one step", rows, end - start)
+    return _step_name(step) + row_chart("compute windows and transfers of one step", rows, end - start)
+
+
+def _step_name(step: Span) -> str:
+    """Which step it is, and whose, by the names that the timeline file has."""
+    ids, more = str(step.args.get("ids", "")).replace(",", ", "), step.args.get("more")
+    of = f": requests {ids}{f' and {more} more' if more else ''}" if ids else ""
+    return f'<p class="faint">{escape(f"{step.name[:1].upper()}{step.name[1:]}{of}")}</p>'
 
 
 def _session_bars(report: Report) -> list[Bar]:

@@ -11,6 +11,7 @@ def store_events(stats: EngineStats, outages: int) -> list[str]:
 
 
 def _lost(stats: EngineStats, outages: int) -> str:
+    """An open circuit says only that no probe has found the store well again, not that it is unreachable still."""
     s = stats.sessions
     counts = [
         f"{what}: {n:,}"
@@ -23,7 +24,7 @@ def _lost(stats: EngineStats, outages: int) -> str:
     ]
     if not counts:
         return ""
-    end = "; it could not be reached at the end either" if stats.circuit != "closed" else ""
+    end = "; it was still left alone at the end" if stats.circuit != "closed" else ""
     return f"the store was lost ({', '.join(counts)}){end}"
 
 

@@ -26,9 +26,9 @@ def print_summary(report: Report, console: Console, shortest_hit_tokens: int, el
     wall = max(report.time.wall_s, 1e-9)
     moved = report.bytes.saved + report.bytes.loaded
     table = Table(title=f"{report.layout.name} on the {report.store} store", title_justify="left", show_header=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
-    table.add_column()
+    table.add_column(style="bold", overflow="fold")
+    table.add_column(justify="right", overflow="fold")
+    table.add_column(overflow="fold")
     table.add_row(
         "requests",
         f"{report.requests.completed:,} of {report.requests.total:,}",

@@ -88,8 +88,8 @@ def write_timeline(path: str | Path, log: SpanLog) -> None:
     Path(path).write_bytes(msgspec.json.encode(trace_events(log.spans, log.dropped), enc_hook=str))
 
 
-def busiest_step(spans: Iterable[Span]) -> tuple[float, float] | None:
-    """Start and end of the step in which actors and workers did the most, for the layer chart; None without steps."""
+def busiest_step(spans: Iterable[Span]) -> Span | None:
+    """The step in which actors and workers did the most, for the layer chart; None without steps."""
     spans = list(spans)
     steps = [s for s in spans if s.track == "harness"]
     if not steps:
@@ -99,5 +99,4 @@ def busiest_step(spans: Iterable[Span]) -> tuple[float, float] | None:
     def inside(step: Span) -> int:
         return bisect_right(starts, step.end_s) - bisect_left(starts, step.start_s)
 
-    best = max(steps, key=inside)
-    return best.start_s, best.end_s
+    return max(steps, key=inside)

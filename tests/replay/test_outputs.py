@@ -134,6 +134,38 @@ def test_the_page_says_what_is_broken() -> None:
     assert "Broken" not in render_page(report(), [], [])
 
 
+@pytest.mark.parametrize(
+    ("hit", "interrupted", "failures", "tone", "says"),
+    [
+        (500, False, {}, "good", "All requests done, every loaded byte right, no invariant broken.</p>"),
+        (500, True, {}, "plain", "Interrupted and drained"),
+        (0, False, {}, "plain", "No hits: every prompt is shorter"),
+        (0, False, {"load_failed": 3}, "warn", "No hits: "),
+        (500, False, {"load_failed": 3}, "warn", "Loads failed for 3 requests, which were computed again.</p>"),
+        (500, False, {"outages": 1}, "warn", "All requests done"),
+        (500, True, {"lost_calls": 1}, "warn", "Interrupted and drained"),
+    ],
+)
+def test_the_verdict_looks_like_what_happened(
+    hit: int, interrupted: bool, failures: dict[str, int], tone: str, says: str
+) -> None:
+    found = report(hit_tokens=hit)
+    found.interrupted = interrupted
+    for name, number in failures.items():
+        setattr(found.failures, name, number)
+    page = render_page(found, [], [])
+    (verdict,) = re.findall(r'<p class="verdict [a-z]+">.*?</p>', page)
+    assert verdict.startswith(f'<p class="verdict {tone}">')
+    assert says in verdict
+    assert tone == "plain" or f".{tone}{{color:var(--{tone})}}" in page
+
+
+def test_the_page_names_the_busiest_step_and_its_requests() -> None:
+    args = {"requests": 10, "step": 2, "ids": "r1,<r2>", "more": 8}
+    spans = [Span("harness", "step 1", 0, 1, {}), Span("harness", "step 2", 1, 2, args), Span("worker 0", "get", 1.1, 1.2)]
+    assert '<p class="faint">Step 2: requests r1, &lt;r2&gt; and 8 more</p>' in render_page(report(), [], spans)
+
+
 def test_the_page_of_a_run_without_data_still_renders() -> None:
     page = render_page(report(), [], [])
     assert "There is no data to draw." in page
@@ -163,7 +195,7 @@ def test_timeline_has_a_track_per_actor_and_overlapping_spans_get_rows() -> None
 
 def test_busiest_step() -> None:
     spans = [Span("harness", "1", 0, 1), Span("harness", "2", 1, 2), Span("w", "a", 1.1, 1.2), Span("w", "b", 1.3, 1.4)]
-    assert busiest_step(spans) == (1, 2)
+    assert busiest_step(spans) is spans[1]
     assert busiest_step([]) is None
 
 
@@ -202,7 +234,7 @@ def test_a_lost_store_is_one_event_with_counts() -> None:
     lost = EngineStats(sessions=SessionStats(put_opened=900, put_abandoned=700), lost_workers=2, circuit="open")
     assert store_events(lost, 1) == [
         "the store was lost (outages: 1, calls that did not return in time: 2, put sessions abandoned: 700); "
-        "it could not be reached at the end either"
+        "it was still left alone at the end"
     ]
     assert store_events(EngineStats(), 3) == ["the store was lost (outages: 3)"]
     assert store_events(EngineStats(), 0) == []
@@ -218,6 +250,18 @@ def test_blocks_without_space_are_an_event_and_a_row() -> None:
     shown = io.StringIO()
     print_summary(found, Console(file=shown, width=120), 1024)
     assert re.search(r"no space .* 1,007 blocks", shown.getvalue())
+
+
+@pytest.mark.parametrize("width", [30, 40, 80])
+def test_a_narrow_summary_cuts_nothing(width: int) -> None:
+    found = report(input_tokens=123_456_789)
+    found.blocks["0"].looked_up = found.blocks["0"].hit = 987_654_321
+    found.layout.name = "a_layout_whose_name_is_longer_than_a_terminal_of_forty_cells"
+    shown = io.StringIO()
+    print_summary(found, Console(file=shown, width=width), 1024)
+    text = "".join(shown.getvalue().split()).replace("│", "")
+    assert "…" not in text
+    assert found.layout.name in text
 
 
 def test_why_nothing_was_saved_for_want_of_space() -> None:
