@@ -13,13 +13,23 @@ import os
 import stat
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from kvactors.errors import TraceError
-from kvactors.replay.formats import TRACE_BLOCK_TOKENS, RowError, RowReader, TraceRequest, recognise, rows_of
+from kvactors.replay.formats import (
+    MOST_LINE_BYTES,
+    TRACE_BLOCK_TOKENS,
+    RowError,
+    RowReader,
+    TraceRequest,
+    guess,
+    is_utf16,
+    recognise,
+    rows_of,
+)
 
 __all__ = ["TRACE_BLOCK_TOKENS", "TraceReader", "TraceRequest", "TraceSource", "TraceSummary", "scan_trace"]
 
@@ -30,6 +40,8 @@ STANDARD_INPUT = "-"
 """The path of a trace that comes on standard input."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_PIECE_BYTES = 1 << 20
+_TOO_LONG = f"is longer than {MOST_LINE_BYTES >> 20} MiB, the most that a line may have: is a line break missing?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +179,18 @@ class TraceReader:
         with contextlib.ExitStack() as stack:
             file = self._open(stack)
             try:
-                for number, line in enumerate(file, 1):
+                while line := file.readline(MOST_LINE_BYTES + 1):
+                    number += 1
                     checksum = zlib.crc32(line, checksum)
                     if number == 1:
-                        line = line.removeprefix(_BYTE_ORDER_MARK)
-                    if not line.strip():
+                        line = self._start(line)
+                    if not line.strip() and len(line) <= MOST_LINE_BYTES:
                         continue
-                    if not known and (found := recognise(line)) is not None:
-                        self._rows, known = rows_of(found), True
                     try:
+                        if len(line) > MOST_LINE_BYTES:
+                            checksum = _pass_over(file, line, checksum)
+                            raise RowError("", _TOO_LONG)
+                        known = known or self._recognise(line)
                         request = self._rows.parse(line, number)
                     except RowError as error:
                         bad = TraceError(self.path, number, error.field, error.problem)
@@ -203,14 +218,36 @@ class TraceReader:
                 )
             raise TraceError(self.path, 1, "", "the trace is empty: it holds no request")
 
-    def _open(self, stack: contextlib.ExitStack) -> Iterable[bytes]:
+    def _start(self, line: bytes) -> bytes:
+        """The first line, without a byte order mark."""
+        if is_utf16(line):
+            raise TraceError(self.path, 1, "", "is text in UTF-16: save the file as UTF-8 (iconv -f UTF-16 -t UTF-8)")
+        return line.removeprefix(_BYTE_ORDER_MARK)
+
+    def _recognise(self, line: bytes) -> bool:
+        """Takes the reader for the format of a row, or else for the format that it was probably meant to be in."""
+        found = recognise(line)
+        name = found or guess(line, self.path)
+        if found is not None or name != self._rows.name:
+            self._rows = rows_of(name)
+        return found is not None
+
+    def _open(self, stack: contextlib.ExitStack) -> BinaryIO:
         raw = stack.enter_context(self.source.open())
         try:
             packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
         except OSError as error:
             raise TraceError(self.path, 1, "", f"cannot be read: {error.strerror or error}") from error
-        return stack.enter_context(gzip.GzipFile(fileobj=raw)) if packed else raw
+        return cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=raw))) if packed else raw
+
+
+def _pass_over(file: BinaryIO, line: bytes, checksum: int) -> int:
+    """Reads on to the end of a line, piece by piece."""
+    while line and not line.endswith(b"\n"):
+        line = file.readline(_PIECE_BYTES)
+        checksum = zlib.crc32(line, checksum)
+    return checksum
 
 
 def scan_trace(

@@ -19,6 +19,9 @@ from kvactors.replay.trace_blocks import BATCH_BLOCKS, BlockTable
 
 SCHEMA = 1
 LEAST_BOUNDARY, MOST_BOUNDARY = 16, 8192
+LEAST_DURATION_S = 1e-9
+"""There is no rate where a trace takes less."""
+
 MOST_POINTS = 200
 """Points of a curve over time."""
 
@@ -149,7 +152,7 @@ def trace_stats(
         trace=TracePart(path=path, format=reader.format, block_tokens=unit, skipped=reader.skipped),
         requests=len(lengths),
         duration_s=duration_s,
-        requests_per_s=len(lengths) / duration_s if duration_s > 0 else None,
+        requests_per_s=len(lengths) / duration_s if duration_s >= LEAST_DURATION_S else None,
         input_tokens=_lengths(lengths),
         output_tokens=_lengths(np.frombuffer(outputs, np.int64)),
         blocks=_blocks(table, sum(complete)),

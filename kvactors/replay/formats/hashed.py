@@ -24,6 +24,7 @@ from kvactors.replay.formats.rows import (
     check_lengths,
     check_time,
     from_seconds,
+    in_field,
     shown,
 )
 
@@ -34,7 +35,7 @@ class _Row(msgspec.Struct, gc=False):
     timestamp: float
     input_length: int
     hash_ids: tuple[int, ...]
-    output_length: int = 0
+    output_length: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class HashedRows:
@@ -55,10 +56,12 @@ class HashedRows:
             row = self._decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._diagnose(line, error) from None
-        self._check(row.timestamp, row.input_length, row.output_length, row.hash_ids)
+        known = row.output_length is not msgspec.UNSET
+        output_length = row.output_length or 0
+        self._check(row.timestamp, row.input_length, output_length, row.hash_ids)
         ids = row.hash_ids if self._chained else chained_ids(row.hash_ids)
         arrival_ms = from_seconds(row.timestamp) if self._unit == "seconds" else row.timestamp
-        return TraceRequest(number, arrival_ms, row.input_length, ids, row.output_length, self.block_tokens)
+        return TraceRequest(number, arrival_ms, row.input_length, ids, output_length, self.block_tokens, known)
 
     def _check(self, timestamp: Any, input_length: Any, output_length: Any, hash_ids: Any) -> None:
         check_time("timestamp", timestamp, self._unit)
@@ -72,7 +75,9 @@ class HashedRows:
             row = json.loads(line)
         except RecursionError:
             return RowError("", "is nested too deeply")
-        except ValueError:
+        except ValueError:  # json refuses whole numbers of thousands of digits
+            if isinstance(error, msgspec.ValidationError):
+                return in_field(error)
             return RowError("", f"is not valid JSON: {error}")
         if not isinstance(row, dict):
             return RowError("", f"must be a JSON object, not {shown(row)}")

@@ -10,19 +10,37 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from kvactors.replay.formats.chains import chained_ids, text_ids, token_blocks
-from kvactors.replay.formats.rows import RowError, TraceRequest, check_count, check_ids, check_lengths, check_time, from_seconds
+from kvactors.replay.formats.rows import (
+    MOST_BLOCK_TOKENS,
+    MOST_COLUMNS,
+    RowError,
+    TraceRequest,
+    check_count,
+    check_ids,
+    check_lengths,
+    check_most,
+    check_time,
+    from_seconds,
+    in_field,
+    shown,
+)
+from kvactors.textfiles import did_you_mean
 
 TOKEN_BLOCK_TOKENS = 16
 """Tokens are cut into blocks of so many; what two prompts share beyond a multiple of it is not seen."""
 
 COLUMNS = ("time", "time_ms", "tokens", "hashes", "block_tokens", "input_length", "output_length")
+MOST_DIGITS = 40
+"""Of a number in CSV; 2^64 has 20."""
+
 _TIMES = {"time": "seconds", "time_ms": "milliseconds"}
+_PROMPTS = {"tokens", "hashes"}
 
 
 class _Row(msgspec.Struct, gc=False):
@@ -32,7 +50,7 @@ class _Row(msgspec.Struct, gc=False):
     hashes: tuple[int | str, ...] | None = None
     block_tokens: int | None = None
     input_length: int | None = None
-    output_length: int = 0
+    output_length: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class _PlainRows:
@@ -58,13 +76,15 @@ class _PlainRows:
         if self._first != (block, row.tokens is not None):
             first = f"{'tokens' if self._first[1] else 'hashes'} in blocks of {self._first[0]}"
             raise RowError("block_tokens", f"{block} here, but the first row has {first}: all rows must be alike")
-        return TraceRequest(number, time_ms or 0.0, length, ids, row.output_length, block)
+        known = row.output_length is not msgspec.UNSET
+        return TraceRequest(number, time_ms or 0.0, length, ids, row.output_length or 0, block, known)
 
 
 def _prompt(row: _Row) -> tuple[int, int, tuple[int, ...]]:
     """Length, tokens a block, ids."""
+    output_length = row.output_length or 0
     if row.tokens is not None:
-        check_lengths(len(row.tokens) if row.input_length is None else row.input_length, row.output_length)
+        check_lengths(len(row.tokens) if row.input_length is None else row.input_length, output_length)
         if row.input_length not in (None, len(row.tokens)):
             raise RowError("input_length", f"is {row.input_length}, but there are {len(row.tokens)} tokens")
         check_ids("tokens", row.tokens, "token")
@@ -73,9 +93,14 @@ def _prompt(row: _Row) -> tuple[int, int, tuple[int, ...]]:
     if block is None:
         raise RowError("block_tokens", "is missing: say how many tokens a hash covers")
     if block < 1:
-        raise RowError("block_tokens", f"{block} must be at least 1 token")
-    length = len(hashes) * block if row.input_length is None else row.input_length
-    check_lengths(length, row.output_length)
+        raise RowError("block_tokens", f"{shown(block)} must be at least 1 token")
+    check_most("block_tokens", block, MOST_BLOCK_TOKENS, "a hash may cover")
+    if row.input_length is None:
+        length = len(hashes) * block
+        check_lengths(length, output_length, "hashes" if hashes else "input_length")
+    else:
+        length = row.input_length
+        check_lengths(length, output_length)
     check_count("hashes", len(hashes), length, block)
     return length, block, chained_ids(text_ids([str(h) for h in hashes]))
 
@@ -93,16 +118,10 @@ class JsonRows(_PlainRows):
         try:
             row = self._decoder.decode(line)
         except msgspec.ValidationError as error:
-            raise _in_field(error) from None
+            raise in_field(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _no_json(line, error) from None
         return self._request(row, number)
-
-
-def _in_field(error: msgspec.ValidationError) -> RowError:
-    problem, _, where = str(error).partition(" - at `$")
-    name = re.match(r"\.(\w+)", where)
-    return RowError(name[1] if name else "", problem[:1].lower() + problem[1:])
 
 
 def _no_json(line: bytes, error: Exception) -> RowError:
@@ -125,39 +144,61 @@ class CsvRows(_PlainRows):
         self._columns: list[str] | None = None
 
     def parse(self, line: bytes, number: int) -> TraceRequest | None:
+        count, wanted = line.count(b",") + 1, self._columns
+        if wanted is not None and count != len(wanted):
+            raise RowError("", f"has {count} cells, but there are {len(wanted)} columns (lists go with spaces)")
+        if count > MOST_COLUMNS:
+            raise RowError("", f"has {count:,} columns, more than {MOST_COLUMNS:,}; leave out those that are not read")
         try:
             cells = _cells(line)
         except UnicodeDecodeError as error:
             raise RowError("", f"is not text in UTF-8: {error}") from None
-        if self._columns is None:
+        if wanted is None:
             self._columns = _header(cells)
             return None
-        if len(cells) != len(self._columns):
-            raise RowError("", f"has {len(cells)} cells, but there are {len(self._columns)} columns (lists go with spaces)")
-        texts = {name: cell for name, cell in zip(self._columns, cells, strict=True) if cell and name in COLUMNS}
+        texts = {name: cell for name, cell in zip(wanted, cells, strict=True) if cell and name in COLUMNS}
         return self._request(_typed(texts), number)
 
 
 def is_csv_header(line: bytes) -> bool:
     """Whether a line names columns of ours: a time and the prompt."""
+    if line.count(b",") >= MOST_COLUMNS:
+        return False
     try:
-        names = set(_cells(line))
+        return _names_columns(_cells(line))
     except UnicodeDecodeError:
         return False
-    return bool(names & set(_TIMES)) and bool(names & {"tokens", "hashes"})
 
 
-def _cells(line: bytes) -> list[str]:
-    return [cell.strip().removeprefix('"').removesuffix('"').strip() for cell in line.decode().split(",")]
+def _names_columns(cells: Sequence[str]) -> bool:
+    return not _PROMPTS.isdisjoint(cells) and not _TIMES.keys().isdisjoint(cells)
+
+
+def _cells(line: bytes, separator: str = ",") -> list[str]:
+    return [cell.strip().removeprefix('"').removesuffix('"').strip() for cell in line.decode().split(separator)]
 
 
 def _header(cells: list[str]) -> list[str]:
-    if not is_csv_header(",".join(cells).encode()):
-        raise RowError("", f"must name the columns: time (or time_ms), tokens (or hashes); known are {', '.join(COLUMNS)}")
+    if not _names_columns(cells):
+        wanted = "time (or time_ms), tokens (or hashes)"
+        raise RowError("", f"must name the columns: {wanted}{_hint(cells)}; known are {', '.join(COLUMNS)}")
     for name in COLUMNS:
         if cells.count(name) > 1:
             raise RowError(name, "is a column twice")
     return cells
+
+
+def _hint(cells: Sequence[str]) -> str:
+    """What is probably wrong with a line that should name the columns."""
+    for separator, name in ((";", "semicolons"), ("\t", "tabs")):
+        if _names_columns(_cells(",".join(cells).encode(), separator)):
+            return f"; put commas between them, not {name}"
+    for cell in cells:
+        if cell.lower().startswith("timestamp"):
+            return f"; {shown(cell)} is not known; did you mean time (seconds) or time_ms (milliseconds)?"
+        if cell not in COLUMNS and (meant := did_you_mean(cell, [name for name in COLUMNS if name not in cells])):
+            return f"; {shown(cell)} is not known{meant}"
+    return ""
 
 
 def _typed(texts: Mapping[str, str]) -> _Row:
@@ -176,12 +217,16 @@ def _typed(texts: Mapping[str, str]) -> _Row:
 
 def _number(name: str, text: str) -> float:
     try:
+        if "_" in text:  # Python's own way to write 1_000
+            raise ValueError
         return float(text)
     except ValueError:
         raise RowError(name, f"{text[:40]!r} is not a number of {_TIMES[name]}") from None
 
 
 def _whole(name: str, text: str) -> int:
-    if not re.fullmatch(r"-?[0-9]{1,30}", text):
+    if not re.fullmatch(r"-?[0-9]+", text):
         raise RowError(name, f"{text[:40]!r} is not a whole number")
+    if len(text) > MOST_DIGITS:
+        raise RowError(name, f"{text[:20]}… has {len(text):,} digits, and no number of a trace more than {MOST_DIGITS}")
     return int(text)
