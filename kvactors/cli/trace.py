@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -85,21 +86,28 @@ def trace_convert(
     "-" is standard input and standard output.
     """
     _check(format_name)
-    if out == "-":
-        if as_json:
-            raise click.UsageError("OUT -: with --json standard output has the JSON; give OUT a name")
-        out = "/dev/stdout"
-    check_outputs({"IN": trace}, {"OUT": out})
+    to_stdout = out == "-"
+    if to_stdout and as_json:
+        raise click.UsageError("OUT -: with --json standard output has the JSON; give OUT a name")
+    check_outputs({"IN": trace}, {"OUT": "/dev/stdout" if to_stdout else out})
 
+    from kvactors.replay.interrupts import Interrupts
     from kvactors.replay.trace import TraceReader
-    from kvactors.replay.trace_convert import convert
+    from kvactors.replay.trace_convert import appears_whole, convert
 
+    interrupts = Interrupts()
     try:
-        done = convert(TraceReader(trace, format=format_name, skip_bad=skip_bad, limit=requests), out)
+        with ExitStack() as stack:
+            if appears_whole(out):
+                stack.enter_context(interrupts)
+                stack.enter_context(interrupts.passed_to(_stop))
+            done = convert(TraceReader(trace, format=format_name, skip_bad=skip_bad, limit=requests), out)
+    except KeyboardInterrupt:  # what was written is gone
+        return interrupts.exit_code
     except BrokenPipeError:  # whoever read it has enough
         return 0
     except OSError as error:
-        return _cannot_write(out, error)
+        return _cannot_write("standard output" if to_stdout else out, error)
     if as_json:
         click.echo(json.dumps({"to": target, **asdict(done)}, indent=2))
         return 0
@@ -110,6 +118,12 @@ def trace_convert(
     if not done.lost:
         err.print("nothing is lost")
     return 0
+
+
+def _stop(signals: int) -> None:
+    """Ends a conversion at the first signal; further ones must not keep it from removing what it has written."""
+    if signals == 1:
+        raise KeyboardInterrupt
 
 
 def _cannot_write(path: str, error: OSError) -> int:

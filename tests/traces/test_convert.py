@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -88,14 +90,17 @@ def test_converted_twice_is_converted_once(tmp_path: Path) -> None:
 
 
 def test_times_keep_every_digit(tmp_path: Path) -> None:
-    rows = [{"time": at, "tokens": [1]} for at in (0.1234567, 61.114, 1.005)]
+    rows = [{"time": at, "tokens": [1]} for at in (0.1234567, 61.114, 1.005, 0, 1764493200.123456, 10**12)]
     out = tmp_path / "o.jsonl"
     run(write_jsonl(tmp_path / "in", rows), out)
-    assert [row["timestamp"] for row in rows_in(out)] == [123.4567, 61114, 1005]
+    assert [row["timestamp"] for row in rows_in(out)] == [123.4567, 61114, 1005, 0, 1764493200123.456, 10**15]
 
 
 def test_what_is_lost_is_said(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "in", ["{", *bailian(LONG)])
+    rows = bailian(LONG)
+    for row in rows[4::7]:
+        del row["output_length"]
+    source = write_jsonl(tmp_path / "in", ["{", *rows])
     result = run(source, tmp_path / "o.jsonl", "--skip-bad", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == {
@@ -107,10 +112,28 @@ def test_what_is_lost_is_said(tmp_path: Path) -> None:
         "lost": [
             "what prompts share beyond a multiple of 512 tokens (it was told to 16 tokens)",
             "chat_id, parent_chat_id, type and turn: the format has no place for them",
-            "whether output_length was known: 0 stands for 6 requests",
+            "whether output_length was known: 0 stands for it in 6 requests",
             "1 bad lines",
         ],
     }
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("kind", ["mooncake", "bailian", "jsonl", "csv"])
+def test_an_output_length_of_0_is_known_where_it_is_given(tmp_path: Path, kind: str, given: bool) -> None:
+    rows = {"mooncake": mooncake, "bailian": bailian}.get(kind, plain_tokens)(LONG[:3])
+    for row in rows:
+        row["output_length"] = 0
+    if not given:
+        rows[1]["output_length"] = ""
+        if kind != "csv":  # there it is an empty cell
+            del rows[1]["output_length"]
+    source = (write_csv if kind == "csv" else write_jsonl)(tmp_path / "in", rows)
+    result = run(source, tmp_path / "o.jsonl")
+    assert result.exit_code == 0, result.output
+    assert ("lost: whether output_length was known: 0 stands for it in 1 requests" in result.stderr) is not given
+    assert ("output_length" in result.stderr) is not given
+    assert [row["output_length"] for row in rows_in(tmp_path / "o.jsonl")] == [0, 0, 0]
 
 
 def test_gzip_comes_out_and_is_the_same_each_time(tmp_path: Path) -> None:
@@ -158,6 +181,46 @@ def test_standard_output(tmp_path: Path, sink: str) -> None:
     assert done.returncode == 0, done.stderr
     assert Path("/dev/stdout").is_symlink()
     assert rows_in(out) == rows_in(SAMPLE)[: 3 if "head" in sink else None]
+
+
+def test_standard_output_goes_on_where_a_file_ends(tmp_path: Path) -> None:
+    out = tmp_path / "o.jsonl"
+    out.write_text("before\n")
+    line = f"{sys.executable} -m kvactors trace convert {SAMPLE} - --requests 2 >> {out}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    first, *rest = out.read_text().splitlines()
+    assert (first, [json.loads(row) for row in rest]) == ("before", rows_in(SAMPLE)[:2])
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing_behind(tmp_path: Path, sent: signal.Signals) -> None:
+    """It comes while a row is read, and again while the first one is heeded."""
+    (tmp_path / "o.jsonl").write_text("mine")
+
+    class Ended(TraceReader):
+        def __iter__(self) -> Any:
+            yield from list(super().__iter__())[:2]
+            assert len(list(tmp_path.glob("o.jsonl.*.part"))) == 1
+            try:
+                signal.raise_signal(sent)
+            finally:
+                signal.raise_signal(sent)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvactors.replay.trace.TraceReader", Ended)
+        result = run(SAMPLE, tmp_path / "o.jsonl")
+    assert (result.exit_code, result.stdout) == (128 + sent, "")
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"o.jsonl": "mine"}
+
+
+def test_a_part_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    part = tmp_path / f"o.jsonl.{os.getpid()}.part"
+    part.write_text("theirs")
+    result = run(SAMPLE, tmp_path / "o.jsonl")
+    assert result.exit_code == 1
+    assert "cannot be written: File exists" in result.stderr
+    assert part.read_text() == "theirs"
 
 
 def test_rows_are_written_while_they_are_read(tmp_path: Path) -> None:

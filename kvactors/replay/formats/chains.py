@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvactors.replay.content import mix64
 
 Words = npt.NDArray[np.uint64]
+Ints = npt.NDArray[np.int64]
 
 _TOKENS, _BLOCKS, _PARTS = np.uint64(0x746F6B656E73), np.uint64(0x626C6F636B73), np.uint64(0x7061727473)
 _LOW_63 = np.uint64((1 << 63) - 1)
@@ -46,10 +47,9 @@ def text_ids(texts: Sequence[str]) -> Words:
     return np.frombuffer(digests, "<u8").astype(np.uint64, copy=False)
 
 
-def part_id(block: int, tokens: int) -> int:
-    """The id of the first `tokens` tokens of a block, as far as the block's own id can tell: it holds where the block does."""
-    words = np.array([tokens], np.uint64) + _PARTS
-    return int((mix64(np.array([block], np.uint64) + mix64(words)) & _LOW_63)[0])
+def part_ids(blocks: Words, tokens: Ints) -> Words:
+    """The id of the first `tokens[k]` tokens of block k, as far as its own id can tell: it holds where the block does."""
+    return mix64(blocks + mix64(tokens.astype(np.uint64) + _PARTS)) & _LOW_63
 
 
 def _salts(count: int, kind: np.uint64) -> Words:
