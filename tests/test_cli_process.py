@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,13 +19,17 @@ import pytest
 from click.testing import CliRunner
 
 from kvactors.cli import cli
+from kvactors.errors import KVActorsError
 from kvactors.replay.report import Report
+from kvactors.simulate import run as simulated
+from kvactors.simulate.world import Outcomes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SAMPLE = EXAMPLES / "sample_trace.jsonl"
 KVACTORS = [sys.executable, "-m", "kvactors"]
 FULL = Path("/dev/full")
 
+forks = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # threads that other tests left
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs a file that is always full")
 
 
@@ -249,6 +255,58 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("jobs", [1, 2])
+@forks
+def test_simulate_ends_after_the_run_in_hand_and_tells_what_it_did(number: signal.Signals, jobs: int) -> None:
+    before = signal.getsignal(number)
+    plans = (simulated.scenario(seed, "none", requests=1) for seed in itertools.count())
+
+    def signalled(totals: simulated.Totals) -> None:
+        if totals.seeds == 1:
+            os.kill(os.getpid(), number)
+
+    totals = simulated.simulate(plans, jobs=jobs, most_failures=1, say=print, on_progress=signalled)
+    assert (totals.seeds, totals.interrupted, totals.exit_code) == (1, True, 128 + number)
+    assert totals.line().endswith("; interrupted")
+    assert signal.getsignal(number) == before
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_simulate_prints_its_summary(number: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Signalled(simulated.World):
+        def run(self) -> Outcomes:
+            os.kill(os.getpid(), number)
+            return super().run()
+
+    monkeypatch.setattr(simulated, "World", Signalled)
+    result = CliRunner().invoke(cli, ["simulate", "--requests", "1"])
+    assert result.exit_code == code
+    assert result.stdout.startswith("1 seeds over 1 preset(s)")
+    assert result.stdout.endswith("; interrupted\n")
+
+
+@forks
+def test_a_signal_to_all_processes_of_simulate_is_an_interruption_and_a_killed_one_an_error() -> None:
+    plans = [simulated.scenario(seed, "none", requests=1) for seed in range(200)]
+
+    def all_signalled(totals: simulated.Totals) -> None:
+        for child in multiprocessing.active_children():
+            child.terminate()
+        if totals.seeds == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def killed(_totals: simulated.Totals) -> None:
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    totals = simulated.simulate(plans, jobs=2, most_failures=1, say=print, on_progress=all_signalled)
+    assert (totals.interrupted, totals.exit_code) == (True, 143)
+    with pytest.raises(KVActorsError, match=r"a process of the simulation was killed .*; give fewer --jobs"):
+        simulated.simulate(plans, jobs=2, most_failures=1, say=print, on_progress=killed)
 
 
 def test_a_hang_can_still_be_interrupted() -> None:

@@ -78,7 +78,7 @@ def simulate(
         say = told.append if as_json else progress.say
         totals = run_all(plans, jobs=jobs, most_failures=most_failures, say=say, on_progress=progress.update)
     click.echo(json.dumps(_as_dict(totals, told), indent=2) if as_json else totals.line())
-    return 130 if totals.interrupted else 1 if totals.failing else 0
+    return totals.exit_code if totals.interrupted else 1 if totals.failing else 0
 
 
 def _as_dict(totals: Totals, told: list[str]) -> dict[str, Any]:

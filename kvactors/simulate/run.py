@@ -9,10 +9,16 @@ import shlex
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from multiprocessing.sharedctypes import RawValue
 
+from kvactors.errors import KVActorsError
+from kvactors.replay.interrupts import Interrupts
 from kvactors.simulate.faults import PRESETS, preset_of
 from kvactors.simulate.world import Outcomes, Scenario, World
 
@@ -40,6 +46,8 @@ class Totals:
     wall_s: float = 0.0
     stopped: bool = False
     interrupted: bool = False
+    exit_code: int = 0
+    """128 + the signal's number, if one interrupted it."""
 
     def add(self, o: Outcomes) -> None:
         self.seeds += 1
@@ -73,28 +81,74 @@ def scenario(
     return Scenario(seed, preset, PRESETS[preset], requests, most_faults, model)
 
 
-def run_seeds(scenarios: Iterable[Scenario], jobs: int = 1) -> Iterator[Outcomes]:
-    """Runs scenarios, in order with one job, else in whatever order `jobs` processes finish them."""
-    if jobs <= 1:
-        with _without_gc():
-            gc.freeze()  # what the program itself holds needs no second look at each collection
-            try:
-                for n, s in enumerate(scenarios):
-                    yield World(s).run()
-                    if n % COLLECT_EVERY == COLLECT_EVERY - 1:
-                        gc.collect()
-            finally:
-                gc.unfreeze()
+class Stop:
+    """Says to all processes that no further seed is wanted; without a lock, so that a signal's handler may say it."""
+
+    def __init__(self) -> None:
+        self._said = RawValue("b", 0)
+
+    def say(self) -> None:
+        self._said.value = 1
+
+    @property
+    def said(self) -> bool:
+        return bool(self._said.value)
+
+
+def run_seeds(scenarios: Iterable[Scenario], jobs: int = 1, stop: Stop | None = None) -> Generator[Outcomes, None, None]:
+    """Runs scenarios, in order with one job, else in whatever order `jobs` processes finish them; none begins after `stop`.
+
+    Raises:
+        KVActorsError: a process was killed.
+    """
+    stop = Stop() if stop is None else stop
+    if jobs > 1:
+        yield from _run_in_processes(iter(scenarios), jobs, stop)
         return
-    with multiprocessing.get_context("fork").Pool(jobs, _ignore_interrupts) as pool:
-        yield from pool.imap_unordered(_run_one, scenarios, chunksize=CHUNK)
-        pool.close()
-        pool.join()
+    with _without_gc():
+        gc.freeze()  # what the program itself holds needs no second look at each collection
+        try:
+            for n, s in enumerate(scenarios):
+                if stop.said:
+                    break
+                yield World(s).run()
+                if n % COLLECT_EVERY == COLLECT_EVERY - 1:
+                    gc.collect()
+        finally:
+            gc.unfreeze()
 
 
-def _ignore_interrupts() -> None:
-    """Ctrl-C is the parent's to handle."""
+def _run_in_processes(scenarios: Iterator[Scenario], jobs: int, stop: Stop) -> Iterator[Outcomes]:
+    context = multiprocessing.get_context("fork")
+    processes = ProcessPoolExecutor(jobs, context, _begin_process, (stop,))
+    chunks = iter(lambda: list(islice(scenarios, CHUNK)), [])
+    try:
+        running = {processes.submit(_run_chunk, chunk) for chunk in islice(chunks, 2 * jobs)}
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            running |= {processes.submit(_run_chunk, chunk) for chunk in islice(chunks, len(done))}
+            for future in done:
+                yield from future.result()
+    except BrokenProcessPool as error:
+        if not stop.said:  # else the signal went to all of us
+            raise KVActorsError("a process of the simulation was killed (too little memory?); give fewer --jobs") from error
+    finally:
+        stop.say()
+        processes.shutdown(cancel_futures=True)
+
+
+_stop = Stop()
+"""In a process of a simulation: its parent's."""
+
+
+def _begin_process(stop: Stop) -> None:
+    """Ctrl-C is the parent's to handle, and so is SIGTERM; but one that is for this process alone ends it."""
+    global _stop
+    _stop = stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
@@ -107,6 +161,10 @@ def _without_gc() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def _run_chunk(scenarios: Sequence[Scenario]) -> list[Outcomes]:
+    return [_run_one(s) for s in scenarios if not _stop.said]
 
 
 def _run_one(s: Scenario) -> Outcomes:
@@ -162,30 +220,32 @@ def simulate(
     say: Callable[[str], None],
     on_progress: Callable[[Totals], None] | None = None,
 ) -> Totals:
-    """Runs scenarios and tells of each failing one; stops early after `most_failures`, and after the run in hand at Ctrl-C.
+    """Runs scenarios and tells of each failing one; stops early after `most_failures`, and after the run in hand at Ctrl-C,
+    SIGTERM or SIGHUP.
 
     `on_progress` gets the totals after each run, before a failing one is told of.
     """
-    totals = Totals()
-    before = signal.signal(signal.SIGINT, lambda *_: setattr(totals, "interrupted", True))
-    try:
-        _simulate(scenarios, totals, jobs, most_failures, say, on_progress)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    totals, stop, interrupts = Totals(), Stop(), Interrupts()
+
+    def interrupted(_count: int) -> None:
+        totals.interrupted, totals.exit_code = True, interrupts.exit_code
+        stop.say()
+
+    with interrupts, interrupts.passed_to(interrupted), closing(run_seeds(scenarios, jobs, stop)) as runs:
+        _simulate(runs, totals, most_failures, say, on_progress)
     return totals
 
 
 def _simulate(
-    scenarios: Iterable[Scenario],
+    runs: Iterable[Outcomes],
     totals: Totals,
-    jobs: int,
     most_failures: int,
     say: Callable[[str], None],
     on_progress: Callable[[Totals], None] | None,
 ) -> None:
     logging.getLogger("kvactors").setLevel(logging.CRITICAL)  # the injected faults are no news
     start = time.monotonic()
-    for outcomes in run_seeds(scenarios, jobs):
+    for outcomes in runs:
         totals.add(outcomes)
         totals.wall_s = time.monotonic() - start
         if on_progress is not None:
