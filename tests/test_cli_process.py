@@ -261,7 +261,7 @@ main()
 @pytest.mark.parametrize("jobs", [1, 2])
 @forks
 def test_simulate_ends_after_the_run_in_hand_and_tells_what_it_did(number: signal.Signals, jobs: int) -> None:
-    before = signal.getsignal(number)
+    before, level = signal.getsignal(number), logging.getLogger("kvactors").level
     plans = (simulated.scenario(seed, "none", requests=1) for seed in itertools.count())
 
     def signalled(totals: simulated.Totals) -> None:
@@ -271,7 +271,7 @@ def test_simulate_ends_after_the_run_in_hand_and_tells_what_it_did(number: signa
     totals = simulated.simulate(plans, jobs=jobs, most_failures=1, say=print, on_progress=signalled)
     assert (totals.seeds, totals.interrupted, totals.exit_code) == (1, True, 128 + number)
     assert totals.line().endswith("; interrupted")
-    assert signal.getsignal(number) == before
+    assert (signal.getsignal(number), logging.getLogger("kvactors").level) == (before, level)
     assert not multiprocessing.active_children()
 
 

@@ -231,8 +231,14 @@ def simulate(
         totals.interrupted, totals.exit_code = True, interrupts.exit_code
         stop.say()
 
+    logger = logging.getLogger("kvactors")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # the injected faults are no news
     with interrupts, interrupts.passed_to(interrupted), closing(run_seeds(scenarios, jobs, stop)) as runs:
-        _simulate(runs, totals, most_failures, say, on_progress)
+        try:
+            _simulate(runs, totals, most_failures, say, on_progress)
+        finally:
+            logger.setLevel(level)
     return totals
 
 
@@ -243,7 +249,6 @@ def _simulate(
     say: Callable[[str], None],
     on_progress: Callable[[Totals], None] | None,
 ) -> None:
-    logging.getLogger("kvactors").setLevel(logging.CRITICAL)  # the injected faults are no news
     start = time.monotonic()
     for outcomes in runs:
         totals.add(outcomes)
