@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from kvactors.cli import cli
 from kvactors.replay.formats import FORMATS
 from kvactors.replay.formats.plain import COLUMNS
+from kvactors.replay.formats.rows import MAX_HASH_ID, MOST_BLOCK_TOKENS, MOST_COLUMNS, MOST_LINE_BYTES, MOST_MS, MOST_TOKENS
 from kvactors.replay.trace import TraceReader
 from kvactors.replay.trace_stats import trace_stats
 
@@ -55,6 +56,20 @@ def test_the_examples_of_plain_rows(tmp_path: Path) -> None:
 def test_the_columns_are_all_there() -> None:
     table = PAGE.split("## Plain JSON lines and CSV")[1].split("Other columns")[0]
     assert set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)))) == set(COLUMNS)
+
+
+def test_the_bounds_are_those_of_the_code() -> None:
+    (table,) = re.findall(r"\| what \| at most \|\n(.*?)\n\n", PAGE, re.DOTALL)
+    for most in (
+        f"{MOST_TOKENS:,} (2^24)",
+        f"{MOST_BLOCK_TOKENS:,} (2^20)",
+        f"10^{len(str(MOST_MS)) - 1} milliseconds",
+        f"10^{len(str(MOST_MS // 1000)) - 1} seconds",
+        f"2^{(MAX_HASH_ID + 1).bit_length() - 1} - 1",
+        f"{MOST_LINE_BYTES >> 20} MiB",
+        f"{MOST_COLUMNS:,}",
+    ):
+        assert f"| {most}" in table or f", {most}" in table
 
 
 def test_the_json_names_are_all_there() -> None:
