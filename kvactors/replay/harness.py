@@ -210,6 +210,9 @@ class Harness:
     def _count_new(self, prompt: Prompt) -> None:
         self.tally.requests += 1
         self.tally.input_tokens += prompt.length
+        boundary = self._rules.boundary_tokens
+        if prompt.length >= boundary:
+            self.tally.note_prefix(prompt.hashes[boundary // self._rules.hash_tokens - 1], may_hit=prompt.length > boundary)
         for group, n in zip(self._rules.groups, self._rules.looked_up(prompt.length), strict=True):
             self.tally.groups[group.id].looked_up += n
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from kvactors.replay.report import Report
+from kvactors.replay.report import NoHitsPart, Report
+
+HIDES_NOTHING = ("latency", "freeze")
+"""Kinds of injected faults that do not take away what is stored; a call that returns too late is told otherwise."""
 
 
 def blocks_without_space(report: Report) -> int:
@@ -15,6 +18,9 @@ def why_no_hits(report: Report, shortest_hit_tokens: int) -> str:
     saved = sum(b.saved for b in report.blocks.values())
     if not any(b.looked_up for b in report.blocks.values()):
         return f"every prompt is shorter than one boundary of {shortest_hit_tokens} tokens plus one"
+    known = report.no_hits or NoHitsPart(shared_prefix=None, faults={"*": report.failures.injected})
+    if known.shared_prefix is False and report.store == "memory" and report.requests.completed > 1:
+        return f"no two prompts share a prefix of {shortest_hit_tokens} tokens"
     if report.failures.load_failed:
         return f"loads failed for {report.failures.load_failed} requests"
     timed_out = report.failures.lost_calls and not report.failures.outages
@@ -26,9 +32,32 @@ def why_no_hits(report: Report, shortest_hit_tokens: int) -> str:
         return f"the store did not answer: {_unanswered(report)}"
     if report.requests.completed == 1:
         return "a single request has nobody before it to share a prefix with"
-    faults = ", or the faults that were injected hid it" if report.failures.injected else ""
-    evicted = f"the store evicted it before it was asked for{faults}"
-    return f"no two prompts share a prefix of {shortest_hit_tokens} tokens, or {evicted}"
+    return _why_not_there(report, known, f"a prefix of {shortest_hit_tokens} tokens")
+
+
+def _why_not_there(report: Report, known: NoHitsPart, prefix: str) -> str:
+    """Why what was saved was not found: what is known to have happened, and where that is not known, what may have."""
+    reasons = []
+    if known.evictions is None:
+        reasons.append("the store evicted it before it was asked for")
+    elif known.evictions:
+        reasons.append(f"the store evicted it before it was asked for (evictions: {known.evictions:,})")
+    hiding = {what: n for what, n in known.faults.items() if n and what not in HIDES_NOTHING}
+    if hiding:
+        counts = ", ".join(f"{what}: {n:,}" for what, n in sorted(hiding.items()) if what != "*")
+        reasons.append(f"the faults that were injected hid it{f' ({counts})' if counts else ''}")
+    if blocks := blocks_without_space(report):
+        reasons.append(f"it found no space (blocks: {blocks:,})")
+    if known.together:
+        reasons.append("the requests that share it were in play at the same time")
+    if known.retention:
+        reasons.append("--retention did not keep it")
+    if known.shared_prefix:
+        return f"prompts share {prefix}, but {' or '.join(reasons) or 'the store did not have it when it was asked'}"
+    alone = f"no two prompts share {prefix}"
+    if known.shared_prefix is False:  # in a store that may hold what earlier runs saved
+        return f"{alone}, and earlier runs left none of them in the store"
+    return ", or ".join([alone, *reasons]) if reasons else f"most likely {alone}"
 
 
 def _why_so_little(report: Report, saved: int) -> str:

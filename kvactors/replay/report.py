@@ -103,11 +103,29 @@ class FailuresPart(msgspec.Struct, kw_only=True):
     lookup_errors: int = 0
 
 
+class NoHitsPart(msgspec.Struct, kw_only=True):
+    """What is known of a run without any hit.
+
+    Attributes:
+        shared_prefix: whether a prompt begins as one before it, by a whole boundary; None = there were too many to tell.
+        evictions: objects that the store evicted; None = it does not say.
+        faults: kind -> how many were injected.
+        together: whether several requests were in play at a time.
+        retention: whether blocks of some boundaries were not to be saved.
+    """
+
+    shared_prefix: bool | None
+    evictions: int | None = None
+    faults: dict[str, int] = {}
+    together: bool = False
+    retention: bool = False
+
+
 class Report(msgspec.Struct, kw_only=True):
     """Everything a run counted. Units: tokens, blocks (objects), payload bytes, seconds.
 
     `interrupted`: the run was stopped; the counts are those of what ran. `events` says in words what went
-    wrong. The other parts are as the names say; see docs/cli.md.
+    wrong. `no_hits` is there where nothing was hit. The other parts are as the names say; see docs/cli.md.
     """
 
     schema: int = SCHEMA
@@ -129,6 +147,7 @@ class Report(msgspec.Struct, kw_only=True):
     interrupted: bool = False
     events: list[str] = []
     event_log_sha256: str | None = None
+    no_hits: NoHitsPart | None = None
 
     @property
     def broken(self) -> bool:
@@ -164,6 +183,7 @@ def build_report(
     injected: int,
     preemptions: int,
     interrupted: bool,
+    no_hits: NoHitsPart | None = None,
 ) -> Report:
     """Joins the harness's counts with the engine's."""
     s = stats.sessions
@@ -249,4 +269,5 @@ def build_report(
         steps=tally.steps,
         interrupted=interrupted,
         events=events,
+        no_hits=no_hits,
     )

@@ -22,10 +22,10 @@ from kvactors.replay.interrupts import Interrupts
 from kvactors.replay.leaving import leave, leave_now
 from kvactors.replay.local_pool import LocalPool
 from kvactors.replay.plan import Plan, local_blocks
-from kvactors.replay.report import Report, TracePart, build_report
+from kvactors.replay.report import NoHitsPart, Report, TracePart, build_report
 from kvactors.replay.tally import Sample, Tally
 from kvactors.replay.trace import TraceReader, TraceRequest
-from kvactors.stores import FaultyStore
+from kvactors.stores import FaultyStore, MemoryStore
 
 GIVE_UP_S = 5.0
 """How long a run that was given up may take to fall apart."""
@@ -191,6 +191,20 @@ def _report(plan: Plan, ground: Ground, engine: Engine, harness: Harness) -> Rep
         injected=store.injected if isinstance(store, FaultyStore) else 0,
         preemptions=harness.scheduler.preempted_in_all,
         interrupted=harness.stopped,
+        no_hits=None if harness.tally.hit_tokens else _no_hits(plan, store, harness.tally),
+    )
+
+
+def _no_hits(plan: Plan, store: Store, tally: Tally) -> NoHitsPart:
+    """What is known of a run without hits. A real store is not asked: that may take long."""
+    faulty = store if isinstance(store, FaultyStore) else None
+    behind = store if faulty is None else faulty.store
+    return NoHitsPart(
+        shared_prefix=tally.shared,
+        evictions=behind.pool.evictions if isinstance(behind, MemoryStore) else None,
+        faults={} if faulty is None else faulty.counts,
+        together=plan.options.concurrency > 1,
+        retention=plan.options.retention is not None,
     )
 
 

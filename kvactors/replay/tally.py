@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 MOST_EVENTS = 200
 MOST_SAMPLES = 400
+MOST_PREFIXES = 1 << 20
+"""Prompts that are remembered to see whether two of them begin alike."""
 
 
 class Sample(NamedTuple):
@@ -34,7 +36,8 @@ class GroupTally:
 class Tally:
     """Counts of the harness itself; what sessions and transfers did is the engine's to count.
 
-    `outages`: how many times the store was found unreachable after a step or at the end.
+    `outages`: how many times the store was found unreachable after a step or at the end. `shared`: whether a prompt begins as
+    one before it, by a whole boundary; None = there were too many to tell.
     """
 
     groups: dict[int, GroupTally]
@@ -56,6 +59,8 @@ class Tally:
     events: list[str] = field(default_factory=list)
     events_dropped: int = 0
     samples: list[Sample] = field(default_factory=list)
+    shared: bool | None = False
+    _prefixes: set[bytes] = field(default_factory=set)
     _every: int = 1
     _skipped: int = 0
 
@@ -69,6 +74,19 @@ class Tally:
             self.events.append(text)
         else:
             self.events_dropped += 1
+
+    def note_prefix(self, prefix: bytes, *, may_hit: bool) -> None:
+        """A prompt came whose first boundary has this hash; `may_hit`: it goes on after it."""
+        if self.shared is not False:
+            return
+        if may_hit and prefix in self._prefixes:
+            self.shared = True
+        elif len(self._prefixes) < MOST_PREFIXES:
+            self._prefixes.add(prefix)
+            return
+        else:
+            self.shared = None
+        self._prefixes.clear()
 
     def wants_sample(self) -> bool:
         """Whether the next request's end should be sampled; gets rarer as samples gather."""

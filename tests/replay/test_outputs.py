@@ -15,9 +15,10 @@ from rich.console import Console
 from kvactors.core.observe import Span
 from kvactors.core.stats import EngineStats, GroupStats, SessionStats
 from kvactors.layouts import FAMILIES
+from kvactors.replay import tally as tally_module
 from kvactors.replay.html import render_page
 from kvactors.replay.no_hits import why_no_hits
-from kvactors.replay.report import Report, TracePart, build_report
+from kvactors.replay.report import NoHitsPart, Report, TracePart, build_report
 from kvactors.replay.store_events import store_events
 from kvactors.replay.summary import print_summary
 from kvactors.replay.tally import MOST_EVENTS, MOST_SAMPLES, Sample, Tally
@@ -228,6 +229,94 @@ def test_why_no_hits() -> None:
     assert "share a prefix" in why_no_hits(tally_report, 1024)
     tally_report.blocks["0"].saved = 0
     assert "nothing was saved" in why_no_hits(tally_report, 1024)
+
+
+@pytest.mark.parametrize(
+    ("known", "store", "want"),
+    [
+        (
+            {"shared_prefix": False, "evictions": 0, "faults": {"latency": 9}},
+            "memory",
+            "no two prompts share a prefix of 1024 tokens",
+        ),
+        (
+            {"shared_prefix": False, "evictions": 8, "faults": {"evict": 9}},
+            "memory",
+            "no two prompts share a prefix of 1024 tokens",
+        ),
+        (
+            {"shared_prefix": False},
+            "mooncake",
+            "no two prompts share a prefix of 1024 tokens, and earlier runs left none of them in the store",
+        ),
+        (
+            {"shared_prefix": True, "evictions": 1234, "faults": {"latency": 9}},
+            "memory",
+            "prompts share a prefix of 1024 tokens, but the store evicted it before it was asked for (evictions: 1,234)",
+        ),
+        (
+            {"shared_prefix": True, "evictions": 0, "faults": {"outcome": 3, "evict": 9, "latency": 1}},
+            "memory",
+            "prompts share a prefix of 1024 tokens, but the faults that were injected hid it (evict: 9, outcome: 3)",
+        ),
+        (
+            {"shared_prefix": True, "evictions": 0, "together": True},
+            "memory",
+            "prompts share a prefix of 1024 tokens, but the requests that share it were in play at the same time",
+        ),
+        (
+            {"shared_prefix": True, "evictions": 0, "retention": True},
+            "memory",
+            "prompts share a prefix of 1024 tokens, but --retention did not keep it",
+        ),
+        (
+            {"shared_prefix": True, "evictions": 0},
+            "memory",
+            "prompts share a prefix of 1024 tokens, but the store did not have it when it was asked",
+        ),
+        (
+            {"shared_prefix": True, "evictions": None, "faults": {"kill": 1}},
+            "mooncake",
+            "prompts share a prefix of 1024 tokens, but the store evicted it before it was asked for or the faults that were "
+            "injected hid it (kill: 1)",
+        ),
+        (
+            {"shared_prefix": None, "evictions": 0},
+            "memory",
+            "most likely no two prompts share a prefix of 1024 tokens",
+        ),
+        (
+            {"shared_prefix": None, "evictions": 3},
+            "memory",
+            "no two prompts share a prefix of 1024 tokens, or the store evicted it before it was asked for (evictions: 3)",
+        ),
+    ],
+)
+def test_no_hits_by_what_is_known(known: dict[str, Any], store: str, want: str) -> None:
+    found = report()
+    found.blocks["0"].looked_up, found.store, found.no_hits = 4, store, NoHitsPart(**known)
+    assert why_no_hits(found, 1024) == want
+
+
+@pytest.mark.parametrize(
+    ("prompts", "shared"),
+    [
+        ([("a", True), ("b", True)], False),
+        ([("a", True), ("a", False)], False),  # the second ends with its first boundary: its last token is computed anyway
+        ([("a", False), ("b", True), ("a", True)], True),
+        ([("a", True), ("a", True), ("c", True)], True),
+        ([("a", True), ("b", True), ("c", True)], None),  # more than are remembered
+        ([("a", True), ("b", True), ("b", True), ("c", True)], True),
+    ],
+)
+def test_whether_prompts_begin_alike(
+    prompts: list[tuple[str, bool]], shared: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tally_module, "MOST_PREFIXES", 2)
+    tally = Tally.of([0])
+    for prefix, may_hit in prompts:
+        tally.note_prefix(prefix.encode(), may_hit=may_hit)
+    assert tally.shared is shared
 
 
 def test_a_lost_store_is_one_event_with_counts() -> None:

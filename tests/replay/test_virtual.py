@@ -15,6 +15,7 @@ import pytest
 
 from kvactors.layouts import FAMILIES
 from kvactors.replay.live import run_live
+from kvactors.replay.no_hits import why_no_hits
 from kvactors.replay.plan import ReplayOptions, VirtualOptions, plan_replay
 from kvactors.replay.report import Report
 from kvactors.replay.run import Watchers
@@ -52,6 +53,31 @@ def test_the_same_seed_gives_the_same_bytes(preset: str | None, concurrency: int
     assert report["invariants"]["violations"] == []
     assert bool(report["failures"]["injected"]) == (preset is not None)
     assert run(**{**change, "seed": 4}).event_log_sha256 != report["event_log_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("firsts", "change", "want"),
+    [
+        ((1, 2, 3), {"faults": FaultPlan.preset("slow-store")}, "no two prompts share a prefix of 1024 tokens"),
+        ((1, 2, 3, 1), {"capacity": 100}, "but the store evicted it before it was asked for (evictions: "),
+        ((1, 2, 3, 1), {"concurrency": 4}, "but the requests that share it were in play at the same time"),
+        (
+            (1, 2, 3, 1),
+            {"faults": FaultPlan.from_mapping({"faults": [{"what": "outcome", "call": "readable", "outcome": "not_found"}]})},
+            "but the faults that were injected hid it (outcome: ",
+        ),
+    ],
+)
+def test_why_nothing_was_hit(firsts: tuple[int, ...], change: dict[str, Any], want: str, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    rows = [
+        {"timestamp": 0, "input_length": 2100, "output_length": 1, "hash_ids": [10 * i + j for j in range(5)]} for i in firsts
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = run(trace=str(trace), **change)
+    assert (report.requests.completed, report.tokens.hit) == (len(firsts), 0)
+    assert want in why_no_hits(report, report.layout.boundary_tokens)
+    assert run().no_hits is None, "where something was hit"
 
 
 def test_a_timeline_can_be_joined_with_requests() -> None:
