@@ -38,8 +38,13 @@ class Address:
         if not isinstance(text, str) or not text.strip() or "\0" in text:
             raise ConfigError(f"{text!r}: no address of a live view; give a socket's path such as /run/kvactors/live.sock")
         host, colon, port = text.rpartition(":")
-        if "/" in text or text.endswith(".sock") or not colon:
+        if "/" in text or text.endswith(".sock"):
             return cls(path=_checked_path(text))
+        if not colon:
+            raise ConfigError(
+                f"{text}: no address of a live view: a path has a slash or ends in .sock (./{text}, {text}.sock), "
+                "and a port is given as 127.0.0.1:PORT"
+            )
         if not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
             raise ConfigError(f"{text}: {port!r} is no port; give HOST:PORT with a port from 1 to 65535, or a socket's path")
         return cls(host=_loopback(host, text), port=int(port))
@@ -101,13 +106,13 @@ def _expanded(text: str) -> list[Address]:
         inside = sorted(p for p in path.iterdir() if p.is_socket())
         if not inside:
             raise ConfigError(f"{text}: no socket is in this directory; is an engine with {VARIABLE} set running?")
-        return [Address.of(str(p)) for p in inside]
+        return [_to_read(str(p)) for p in inside]
     if path.exists() and not path.is_socket():
         what = "a file" if path.is_file() else "something else"
         raise ConfigError(
             f"{text}: is {what} and no engine's socket; a file that `replay --stories` wrote is for `kvactors story`"
         )
-    address = Address.of(text)
+    address = _to_read(text)
     if address.path and not path.exists():
         ranks = sorted(
             p for p in path.parent.glob(f"{_literal(path.stem)}.*{_literal(path.suffix or '.sock')}") if p.is_socket()
@@ -117,8 +122,13 @@ def _expanded(text: str) -> list[Address]:
                 f"{text}: there is nothing of this name; is an engine with {VARIABLE} set running, as the same user? "
                 "The view ends with its engine: `kvactors replay --speed 20` makes a replay last"
             )
-        return [Address.of(str(p)) for p in ranks]
+        return [_to_read(str(p)) for p in ranks]
     return [address]
+
+
+def _to_read(text: str) -> Address:
+    """The address that a reader means: a name alone is a path too, since only what is there is read."""
+    return Address.of(text if ":" in text or "/" in text or text.endswith(".sock") else f"./{text}")
 
 
 def _literal(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from kvactors.live.address import MOST_PATH_BYTES, SCHEDULER, VARIABLE, Address,
         ("/run/x/live.sock", Address(path="/run/x/live.sock")),
         ("live.sock", Address(path="live.sock")),
         ("here/live", Address(path="here/live")),
-        ("name", Address(path="name")),
+        ("./name", Address(path="./name")),
         ("/run/a:1", Address(path="/run/a:1")),
         ("127.0.0.1:9400", Address(host="127.0.0.1", port=9400)),
         ("127.8.0.1:1", Address(host="127.8.0.1", port=1)),
@@ -36,6 +37,9 @@ def test_an_address_is_a_path_or_a_port_of_this_machine(text: str, address: Addr
         ("", "no address"),
         (" ", "no address"),
         ("a\0b", "no address"),
+        ("relative", r"a path has a slash or ends in .sock \(./relative, relative.sock\)"),
+        ("9400", "and a port is given as 127.0.0.1:PORT"),
+        ("1", "no address of a live view"),
         ("0.0.0.0:9400", "not this machine's loopback"),
         ("10.0.0.1:9400", "not this machine's loopback"),
         ("[::]:9400", "not this machine's loopback"),
@@ -101,6 +105,14 @@ def test_readers_find_sockets_by_path_directory_and_base_name(tmp_path: Path, mo
     assert names(str(tmp_path)) == [*ranks, "other.sock"]
     assert names(str(tmp_path / "live.sock")) == ranks
     assert names(str(tmp_path / "live")) == ranks
+    with contextlib.chdir(tmp_path):  # a name alone is enough to read from
+        assert [str(a) for a in found_addresses(["live"])] == ranks
+        with socket.socket(socket.AF_UNIX) as bare:
+            bare.bind("bare")
+            assert found_addresses(["bare"]) == [Address(path="./bare")]
+        Path("bare").unlink()
+        with pytest.raises(ConfigError, match="nothing: there is nothing of this name"):
+            found_addresses(["nothing"])
     assert names(str(tmp_path / "other.sock"), str(tmp_path)) == ["other.sock", *ranks]
     assert found_addresses(["127.0.0.1:9"]) == [Address(host="127.0.0.1", port=9)]
     monkeypatch.setenv(VARIABLE, str(tmp_path / "live.sock"))
