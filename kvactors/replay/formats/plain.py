@@ -30,7 +30,6 @@ from kvactors.replay.formats.rows import (
     in_field,
     shown,
 )
-from kvactors.textfiles import did_you_mean
 
 TOKEN_BLOCK_TOKENS = 16
 """Tokens are cut into blocks of so many; what two prompts share beyond a multiple of it is not seen."""
@@ -190,6 +189,8 @@ def _header(cells: list[str]) -> list[str]:
 
 def _hint(cells: Sequence[str]) -> str:
     """What is probably wrong with a line that should name the columns."""
+    from kvactors.textfiles import did_you_mean  # brings YAML, which a good trace can do without
+
     for separator, name in ((";", "semicolons"), ("\t", "tabs")):
         if _names_columns(_cells(",".join(cells).encode(), separator)):
             return f"; put commas between them, not {name}"
