@@ -141,6 +141,7 @@ class CsvRows(_PlainRows):
     def __init__(self) -> None:
         super().__init__()
         self._columns: list[str] | None = None
+        self._explained = False
 
     def parse(self, line: bytes, number: int) -> TraceRequest | None:
         count, wanted = line.count(b",") + 1, self._columns
@@ -153,7 +154,8 @@ class CsvRows(_PlainRows):
         except UnicodeDecodeError as error:
             raise RowError("", f"is not text in UTF-8: {error}") from None
         if wanted is None:
-            self._columns = _header(cells)
+            explain, self._explained = not self._explained, True  # that takes its time, and the first bad line is shown
+            self._columns = _header(cells, explain=explain)
             return None
         texts = {name: cell for name, cell in zip(wanted, cells, strict=True) if cell and name in COLUMNS}
         return self._request(_typed(texts), number)
@@ -177,10 +179,10 @@ def _cells(line: bytes, separator: str = ",") -> list[str]:
     return [cell.strip().removeprefix('"').removesuffix('"').strip() for cell in line.decode().split(separator)]
 
 
-def _header(cells: list[str]) -> list[str]:
+def _header(cells: list[str], *, explain: bool) -> list[str]:
     if not _names_columns(cells):
         wanted = "time (or time_ms), tokens (or hashes)"
-        raise RowError("", f"must name the columns: {wanted}{_hint(cells)}; known are {', '.join(COLUMNS)}")
+        raise RowError("", f"must name the columns: {wanted}{_hint(cells) if explain else ''}; known are {', '.join(COLUMNS)}")
     for name in COLUMNS:
         if cells.count(name) > 1:
             raise RowError(name, "is a column twice")
