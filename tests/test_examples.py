@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -50,8 +51,80 @@ def test_the_page_shows_the_table_of_a_run(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setenv("COLUMNS", "70")
     told = runpy.run_path(str(FOLDER / "run.py"))["told"]
     monkeypatch.delitem(sys.modules, "tiny")
-    assert told(Stub(model="gptoss", backend="memory"), cold, warm) == 0
+    assert told(Stub(model="gptoss", backend="memory"), cold, warm, 128) == 0
     assert [line.rstrip() for line in capsys.readouterr().out.rstrip("\n").split("\n")] == shown.split("\n")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"), [(50, "give --tokens 129 or more"), (128, "give --tokens 129 or more"), (129, None), (900, None)]
+)
+def test_a_run_says_why_nothing_could_be_loaded(
+    tokens: int, said: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Stub(prompt_token_ids=range(tokens), num_cached_tokens=0, outputs=[Stub(token_ids=[1])])
+    monkeypatch.syspath_prepend(FOLDER)
+    told = runpy.run_path(str(FOLDER / "run.py"))["told"]
+    monkeypatch.delitem(sys.modules, "tiny")
+    assert told(Stub(model="gptoss", backend="memory", tokens=tokens), [(run, 0.1)], [(run, 0.1)], 128) == 1
+    out = capsys.readouterr().out
+    assert said in out if said else "nothing could be loaded" not in out
+
+
+WITHOUT = """import importlib.abc, runpy, sys
+
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, *_):
+        if name.split(".")[0] == {missing!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+sys.modules["vllm"] = None
+sys.path.insert(0, {folder!r})
+sys.argv = [{program!r}]
+runpy.run_path({program!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "missing", "said"),
+    [
+        (
+            "vllm_cpu/run.py",
+            "vllm",
+            "vLLM is not installed here; in the root of the repository, for a CPU: .ci/install-vllm VENV",
+        ),
+        ("vllm_cpu/compare.py", "vllm", "vLLM is not installed here; in the root of the repository, for a CPU: "),
+        ("disagg/start.py", "vllm", "vLLM is not installed here; in the root of the repository, for a CPU: "),
+        ("disagg/start.py", "aiohttp", "aiohttp is not installed here; in the root of the repository: pip install '.[disagg]'"),
+        ("disagg/proxy.py", "aiohttp", "aiohttp is not installed here: pip install aiohttp"),
+    ],
+)
+def test_what_is_not_installed_is_said_in_a_line(program: str, missing: str, said: str) -> None:
+    path = FOLDER.parent / program
+    if missing != "aiohttp" and program.startswith("disagg"):
+        pytest.importorskip("aiohttp")
+    code = WITHOUT.format(missing=missing, folder=str(path.parent), program=str(path))
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr.startswith(said)
+    assert ran.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--help"], 0, "usage: .ci/install-vllm VENV [VERSION]"),
+        ([], 2, "usage: .ci/install-vllm VENV [VERSION]"),
+        (["--fast"], 2, "usage: .ci/install-vllm VENV [VERSION]"),
+        (["/nonexist"], 2, "install-vllm: /nonexist is no virtual environment with pip; make one: python3 -m venv /nonexist"),
+    ],
+)
+def test_vllm_is_installed_into_an_environment_that_is_there(words: list[str], code: int, said: str) -> None:
+    script = FOLDER.parent.parent / ".ci/install-vllm"
+    ran = subprocess.run([script, *words], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == code
+    assert (ran.stderr or ran.stdout).startswith(said)
+    assert (ran.stderr + ran.stdout).count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", ["compare.py"], indirect=True)

@@ -102,6 +102,22 @@ class Instance:
     def answered(self) -> None:
         self._rests_until = 0.0
 
+    async def get(self, path: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        """Status, below 500, and body of what it answers to a question that computes nothing.
+
+        Raises:
+            InstanceError: it does not answer.
+        """
+        timeout = aiohttp.ClientTimeout(total=self._limits.query_s)
+        try:
+            async with self._session.get(self.url + path, headers=headers, timeout=timeout) as response:
+                body = await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise InstanceError(_said(error)) from error
+        if response.status >= 500:
+            raise InstanceError(f"{response.status} {body[:300].decode(errors='replace')}", status=response.status)
+        return response.status, body
+
 
 class Prefill(Instance):
     """A P, and the bootstrap server that knows its engines."""

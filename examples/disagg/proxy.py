@@ -13,14 +13,18 @@ import asyncio
 import itertools
 import json
 import logging
+import sys
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import aiohttp
-from aiohttp import web
+try:
+    import aiohttp
+    from aiohttp import web
+except ModuleNotFoundError:
+    sys.exit("aiohttp is not installed here: pip install aiohttp")
 from instances import Answer, Call, Decode, Instance, InstanceError, Limits, Prefill, Source
 
 log = logging.getLogger("proxy")
@@ -53,7 +57,8 @@ class Proxy:
         self._decodes: list[Decode] = []
         self.app = web.Application(client_max_size=64 << 20)
         self.app.cleanup_ctx.append(self._run)
-        self.app.add_routes([web.get("/health", self._health), *(web.post(path, self._generate) for path in PATHS)])
+        self.app.add_routes([web.get("/health", self._health), web.get("/v1/models", self._models)])
+        self.app.add_routes([web.post(path, self._generate) for path in PATHS])
 
     async def _run(self, _app: web.Application) -> AsyncIterator[None]:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # vLLM closes idle connections after 5 s
@@ -70,6 +75,18 @@ class Proxy:
         status = 503 if all(decode.rests for decode in self._decodes) else 200
         return web.json_response({"instances": instances, "counts": self.counts}, status=status)
 
+    async def _models(self, request: web.Request) -> web.Response:
+        """What the first D that answers says; all have the same model."""
+        problems = []
+        for decode in sorted(self._decodes, key=lambda decode: decode.rests):
+            try:
+                status, body = await decode.get(request.path, _passed_on(request))
+            except InstanceError as error:  # which it may be too busy for: requests still go there
+                problems.append(f"{decode.url}: {error}")
+            else:
+                return web.Response(body=body, status=status, content_type="application/json")
+        return web.json_response(_problem(502, f"no decode instance answers: {'; '.join(problems)}"), status=502)
+
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         try:
             body = await request.json()
@@ -79,7 +96,7 @@ class Proxy:
             return web.json_response(_problem(400, "the body must be a JSON object"), status=400)
         body.pop("kv_transfer_params", None)  # they name addresses to connect to: that is not a client's to say
         transfer_id = uuid.uuid4().hex
-        headers = {k: v for k, v in request.headers.items() if k == "Authorization"} | {"X-Request-Id": transfer_id}
+        headers = _passed_on(request) | {"X-Request-Id": transfer_id}
         self.counts["requests"] += 1
         with ExitStack() as opened:
             call = Call(request.path, body, headers, transfer_id, opened)
@@ -196,6 +213,10 @@ class Proxy:
         if not error.refused:
             instance.failed()
         log.warning("%s failed: %s", instance.url, error)
+
+
+def _passed_on(request: web.Request) -> dict[str, str]:
+    return {k: v for k, v in request.headers.items() if k == "Authorization"}
 
 
 def _problem(status: int, message: str) -> dict[str, Any]:

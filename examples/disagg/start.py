@@ -19,7 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+try:
+    import aiohttp
+except ModuleNotFoundError:
+    sys.exit("aiohttp is not installed here; in the root of the repository: pip install '.[disagg]'")
 import models
 from rich.console import Console
 from rich.table import Table
@@ -181,7 +184,9 @@ async def run(given: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(asyncio.run(run(arguments())))
+        given = arguments()
+        models.tiny.require_vllm()
+        sys.exit(asyncio.run(run(given)))
     except KeyboardInterrupt:
         console.print("stopped")
     except asyncio.CancelledError:  # SIGTERM

@@ -85,6 +85,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     given = arguments()
+    tiny.require_vllm()
     from kvactors.stores.mooncake.master import LocalMaster
 
     with ExitStack() as stack:

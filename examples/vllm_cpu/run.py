@@ -44,6 +44,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     given = arguments()
+    tiny.require_vllm()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if given.local_master:
@@ -63,7 +64,7 @@ def main() -> int:
         if not llm.reset_prefix_cache():
             raise SystemExit("vLLM did not empty its prefix cache")
         warm = [timed(llm, request) for request in requests]
-        return told(given, cold, warm)
+        return told(given, cold, warm, llm.llm_engine.vllm_config.cache_config.block_size)
 
 
 def timed(llm: Any, request: dict[str, list[int]]) -> tuple[Any, float]:
@@ -72,7 +73,7 @@ def timed(llm: Any, request: dict[str, list[int]]) -> tuple[Any, float]:
     return output, time.perf_counter() - began
 
 
-def told(given: argparse.Namespace, cold: list[tuple[Any, float]], warm: list[tuple[Any, float]]) -> int:
+def told(given: argparse.Namespace, cold: list[tuple[Any, float]], warm: list[tuple[Any, float]], block_tokens: int) -> int:
     table = Table(title=f"tiny {given.model}, store: {given.backend}")
     for heading in ("prompt", "tokens", "loaded", "same token ids", "cold", "from the store"):
         table.add_column(heading, justify="right")
@@ -90,6 +91,9 @@ def told(given: argparse.Namespace, cold: list[tuple[Any, float]], warm: list[tu
         )
         loaded, same = loaded + tokens, same and equal
     Console().print(table)
+    if not loaded and given.tokens <= block_tokens:
+        print(f"nothing could be loaded: only whole blocks of {block_tokens} tokens are, and one token is left to compute;")
+        print(f"give --tokens {block_tokens + 1} or more")
     return 0 if same and loaded else 1
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import time
+from importlib.util import find_spec
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
     },
 }
+
+
+def require_vllm() -> None:
+    """Ends the program with a line that says how vLLM is installed, if it is not."""
+    if find_spec("vllm") is None:
+        raise SystemExit("vLLM is not installed here; in the root of the repository, for a CPU: .ci/install-vllm VENV")
 
 
 def prompts(count: int, tokens: int) -> list[dict[str, list[int]]]:

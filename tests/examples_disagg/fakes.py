@@ -49,7 +49,13 @@ class FakeInstance:
     def app(self) -> web.Application:
         app = web.Application()
         app.add_routes([web.post(f"/v1/{path}", self._answer) for path in ("completions", "chat/completions")])
+        app.add_routes([web.get("/v1/models", self._models)])
         return app
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self.headers.append(CIMultiDict(request.headers))
+        status = self.answers if isinstance(self.answers, int) else 200
+        return web.json_response({"object": "list", "data": [{"id": "tiny", "from": self.name}]}, status=status)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(await request.json() | {"path": request.path})

@@ -365,6 +365,30 @@ async def test_d_that_needs_no_p_does_not_wait_for_it(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
+    ("decode", "status", "said"),
+    [
+        ((200,), 200, "'from': 'D0'"),
+        (("down", 200), 200, "'from': 'D1'"),
+        ((503, 200), 200, "'from': 'D1'"),
+        ((401, 200), 401, "'from': 'D0'"),
+        (("down", 503), 502, "no decode instance answers: "),
+    ],
+)
+async def test_the_models_are_those_of_a_decode_instance(
+    start: Start, decode: tuple[int | str, ...], status: int, said: str
+) -> None:
+    site = await start(decode=decode)
+    async with site.client.get("/v1/models", headers={"Authorization": "Bearer k"}) as response:
+        assert response.status == status
+        assert said in str(await response.json())
+    asked = [headers for instance in site.decodes for headers in instance.headers]
+    assert asked
+    assert all(headers["Authorization"] == "Bearer k" for headers in asked)
+    assert not site.proxy.counts, "nobody asked for tokens, and a D that was busy is no worse for it"
+    assert not any(instance.headers for instance in site.prefills)
+
+
+@pytest.mark.parametrize(
     ("words", "problem"),
     [
         ([], "required"),
