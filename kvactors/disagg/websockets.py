@@ -213,6 +213,7 @@ class LinkServer:
         self._serve, self._host, self._port = serve, host, port
         self._advertise, self._setting = advertise or host, setting
         self._runner: web.AppRunner | None = None
+        self._listening = False
         self._links: set[WebSocketLink] = set()
 
     async def start(self) -> str:
@@ -226,12 +227,14 @@ class LinkServer:
         app.router.add_get(PATH, self._accept)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_S)
         await self._runner.setup()
+        self._listening = True
         await web.SockSite(self._runner, sock, backlog=1024).start()
         return f"ws://{authority(self._advertise, sock.getsockname()[1])}{PATH}"
 
     async def stop(self) -> None:
-        """Ends every link and stops listening, within a few seconds. Idempotent."""
-        runner, self._runner = self._runner, None
+        """Ends every link and stops listening, within a few seconds. Idempotent; if it is cancelled, the next one goes on."""
+        self._listening = False
+        runner = self._runner
         if runner is None:
             return
         for site in list(runner.sites):
@@ -239,6 +242,7 @@ class LinkServer:
         why = "the worker stops"
         await asyncio.gather(*(link._end(why, code=WSCloseCode.GOING_AWAY, goodbye=why) for link in list(self._links)))
         await runner.cleanup()
+        self._runner = None
 
     async def _accept(self, request: web.Request) -> web.StreamResponse:
         socket = _ServerSocket(max_msg_size=MAX_FRAME_BYTES + MARGIN_BYTES, compress=False)
@@ -248,7 +252,7 @@ class LinkServer:
         link = WebSocketLink(socket, authority(*address[:2]) if address else "a peer that is gone")
         self._links.add(link)
         try:
-            if self._runner is not None:
+            if self._listening:
                 await self._serve(link)
         except LinkClosedError:
             pass

@@ -508,6 +508,27 @@ async def test_a_connect_that_is_given_up_leaves_nothing() -> None:
     server.close()
 
 
+@pytest.mark.parametrize("turns", range(8))
+async def test_a_stop_that_is_cancelled_is_gone_on_with(turns: int) -> None:
+    """Wherever it was: nobody listens afterwards, and the link has ended."""
+    served = Kept()
+    server = websockets.LinkServer(served)
+    address = await server.start()
+    link = await websockets.connect(address, LIMIT_S)
+    await link.send(Sent("a"))
+    stopping = asyncio.ensure_future(server.stop())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    stopping.cancel()
+    await asyncio.wait({stopping})
+    await asyncio.wait_for(server.stop(), LIMIT_S)
+    with pytest.raises(LinkClosedError):
+        await asyncio.wait_for(link.receive(), LIMIT_S)
+    await link.close()
+    with pytest.raises(PeerUnreachableError):
+        await websockets.connect(address, LIMIT_S)
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.7", "a-name"])
 def test_hosts_that_others_reach_have_to_be_asked_for(host: str) -> None:
     with pytest.raises(ConfigError, match="public=True"):
