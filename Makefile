@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 
-.PHONY: setup test unit lint format test-state-index test-model-runner browser pictures matrix soak soak-mooncake nightly docs dist clean
+.PHONY: setup test unit lint format test-state-index test-model-runner browser pictures dashboard-picture matrix soak soak-mooncake nightly docs dist clean
 
 # The operators' tests run in a process of their own, without our conftest; before all others, whose closing line is the last.
 # Without torch they are all skipped, which pytest calls 5.

@@ -187,6 +187,8 @@ def shown(answer: object) -> str:
             return f"{answer}"
         case Outcome():
             return f"the Outcome {answer.name}"
+        case int() if abs(answer) >= 10**20:
+            return "a number of more than 20 digits"
         case int() | float():
             return f"the number {answer}"
         case str():

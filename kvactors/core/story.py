@@ -1,13 +1,14 @@
 """What happened to the sessions of a request, in order: the memory behind `engine.story(request_id)`.
 
 Nothing is kept unless somebody asked for it (`Engine.keep_stories`). Then memory is bounded three times: in requests, in events
-of one request, and in events of all of them; what is oldest goes first. Whoever wants all of it takes what goes.
+of one request, and in events of all of them; what is oldest goes first. Whoever wants all of it takes it meanwhile.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import NamedTuple
 
 from kvactors.core.clock import Clock
@@ -45,22 +46,29 @@ class StoryEvent(NamedTuple):
         return f"+{self.at_s - since_s:.6f}s {where}: {self.what}"
 
 
+Page = deque[tuple[float, int, int, str]]
+
+Taker = Callable[[str, list[StoryEvent]], None]
+
+
 class StoryBook:
     """The last requests that had something happen, each with its last events. Written by the engine's loop alone; read by any
     thread.
 
     Attributes:
-        forgotten: is given a request and its events when there is no room for them any more; no event is given twice, nor lost.
-            Called on the engine's loop.
+        problem: what a taker raised; it was not called again.
     """
 
     def __init__(self, clock: Clock) -> None:
-        self.forgotten: Callable[[str, list[StoryEvent]], None] | None = None
+        self.problem: Exception | None = None
         self._clock = clock
         self._long: dict[str, str] = {}
-        self._pages: OrderedDict[str, deque[tuple[float, int, int, str]]] = OrderedDict()
+        self._pages: OrderedDict[str, Page] = OrderedDict()
         """plain tuples: the garbage collector lets go of these at its first look, and of no others"""
         self._events = 0
+        self._taker: Taker | None = None
+        self._new: dict[str, int] = {}
+        """how many events at the end of each page the taker has not got yet; only while there is one"""
 
     def record(self, request_id: str, group_id: int, block_index: int, what: str) -> None:
         """Notes an event, and forgets the oldest request if there are too many of either."""
@@ -71,9 +79,12 @@ class StoryBook:
                 self._drop_oldest()
         else:
             self._pages.move_to_end(request_id)
-        if len(page) == MOST_EVENTS_EACH and self.forgotten is not None:
-            self._hand_on(request_id, page)
-            page.clear()
+        if self._taker is not None:
+            new = self._new.get(request_id, 0)
+            if new == MOST_EVENTS_EACH:  # the page would lose one that was not handed on
+                self._hand_on(request_id, page)
+                new = 0
+            self._new[request_id] = new + 1
         if len(page) < MOST_EVENTS_EACH:
             self._events += 1
         if len(what) > LONG_CHARACTERS:
@@ -87,19 +98,35 @@ class StoryBook:
             self._long.clear()
         return self._long.setdefault(what, what)
 
-    def forget_all(self) -> None:
-        """Lets go of every request, the oldest first. Only where the engine's loop is, or has ended."""
-        while self._pages:
-            self._drop_oldest()
-
     def _drop_oldest(self) -> None:
         request_id, page = self._pages.popitem(last=False)
+        self._events -= len(page)
         self._hand_on(request_id, page)
 
-    def _hand_on(self, request_id: str, page: deque[tuple[float, int, int, str]]) -> None:
-        self._events -= len(page)
-        if self.forgotten is not None:
-            self.forgotten(request_id, _told(page))
+    # -- whoever wants all of it ---------------------------------------------------------------------------------------
+
+    def hand_to(self, taker: Taker) -> None:
+        """From now on every event goes to this taker, once and in its request's order: when it is forgotten, or at `hand_on`.
+
+        The taker is called on the engine's loop, which waits for it. One that raises is called no more: see `problem`.
+        """
+        self._taker = taker
+
+    def hand_on(self) -> None:
+        """Gives the taker what it has not got yet. Only where the engine's loop is, or has ended."""
+        for request_id in list(self._new):
+            self._hand_on(request_id, self._pages[request_id])
+
+    def _hand_on(self, request_id: str, page: Page) -> None:
+        new = self._new.pop(request_id, 0)
+        if self._taker is None or not new:
+            return
+        try:
+            self._taker(request_id, _told(islice(page, len(page) - new, None)))
+        except Exception as error:  # a reader's trouble is none of the engine's
+            self._taker, self.problem = None, error
+
+    # -- reading -------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._pages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from kvactors.actors.latch import Latch
@@ -40,8 +40,10 @@ class Intake:
         if strange is not None:
             raise StepError(f"{call}: item {strange} of requests is {shown(requests[strange])}; give a StepRequest")
         for i, request in enumerate(requests):
-            if not isinstance(request.request_id, Hashable):  # it cannot even be named as left out
-                raise StepError(f"{call}: the request_id of item {i} is {shown(request.request_id)}; give a text")
+            try:
+                hash(request.request_id)
+            except TypeError:  # it cannot even be named as left out
+                raise StepError(f"{call}: the request_id of item {i} is {shown(request.request_id)}; give a text") from None
         good: dict[str, StepRequest] = {}
         problems: dict[str, str] = {}
         rejected_loads: list[str] = []

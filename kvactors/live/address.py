@@ -96,8 +96,21 @@ def found_addresses(given: Sequence[str]) -> list[Address]:
     texts = list(given) or [os.environ.get(VARIABLE, "")]
     if texts == [""]:
         raise ConfigError(f"which engine? give a socket's path, a directory of sockets or HOST:PORT, or set {VARIABLE}")
-    found = dict.fromkeys(address for text in texts for address in _expanded(text))
+    found: dict[Address, None] = {}
+    for text in texts:
+        try:
+            found.update(dict.fromkeys(_expanded(text)))
+        except OSError as error:
+            raise ConfigError(f"{text[:80]}: is no path: {error.strerror or error}") from error
     return list(found)
+
+
+def is_file(text: str) -> bool:
+    """Whether there is a plain file of this name."""
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # too long, or a zero byte
+        return False
 
 
 def _expanded(text: str) -> list[Address]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Protocol
 
 import click
@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.live import Live
 
 from kvactors.console import plain_console
-from kvactors.errors import LiveViewError
-from kvactors.live.address import VARIABLE, Address, found_addresses
+from kvactors.errors import ConfigError, LiveViewError
+from kvactors.live.address import VARIABLE, Address, found_addresses, is_file
 from kvactors.live.client import NotFoundError, read_names, read_story
 from kvactors.live.printable import printable
 from kvactors.live.snapshot import Snapshot
@@ -125,7 +125,7 @@ def story(request: str, paths: tuple[str, ...], every: bool, as_json: bool) -> i
     PATH: as of `kvactors top`, or a file that `kvactors replay --stories` wrote. With several, what each of them knows.
     """
     told: list[tuple[Teller, StoryPart]] = []
-    trouble: list[LiveViewError] = []
+    trouble: list[ConfigError | LiveViewError] = []
     unknown: list[Teller] = []
     tellers = _tellers(paths)
     for teller in tellers:
@@ -133,7 +133,7 @@ def story(request: str, paths: tuple[str, ...], every: bool, as_json: bool) -> i
             found = _stories(teller, request)
             told += [(teller, part) for part in found]
             unknown += [] if found else [teller]
-        except LiveViewError as error:
+        except (ConfigError, LiveViewError) as error:
             trouble.append(error)
     if not told:
         raise trouble[0] if trouble else LiveViewError(_no_story(request, unknown))
@@ -144,7 +144,9 @@ def story(request: str, paths: tuple[str, ...], every: bool, as_json: bool) -> i
         return 1 if trouble else 0
     several = len({str(teller) for teller, _ in told}) > 1
     for teller, part in told:
-        click.echo(f"{printable(part.request)}{f' on {teller}' if several else ''}, {len(part.events):,} events")
+        click.echo(
+            f"{printable(part.request)}{f' on {printable(str(teller))}' if several else ''}, {len(part.events):,} events"
+        )
         for line in lines(part, every=every):
             click.echo(line)
     return 1 if trouble else 0
@@ -176,8 +178,9 @@ class _Running:
 
 def _tellers(paths: Sequence[str]) -> list[Teller]:
     """Files of stories, and then the engines that are meant."""
-    files = list(dict.fromkeys(path for path in paths if Path(path).is_file()))
-    others = [path for path in paths if path not in files]
+    texts = list(paths) or list(filter(None, [os.environ.get(VARIABLE)]))
+    files = list(dict.fromkeys(text for text in texts if is_file(text)))
+    others = [text for text in texts if text not in files]
     running = found_addresses(others) if others or not files else []
     return [*map(StoryFile, files), *map(_Running, running)]
 
@@ -195,19 +198,17 @@ def _no_story(request: str, tellers: Sequence[Teller]) -> str:
     names = [name for teller in tellers for name in teller.names()]
     cut = "".join(f"; {text}" for text in map(_cut_off, tellers) if text)
     if not names:
-        return f"{printable(request)}: there is no story; nothing has happened there yet since the live view was opened{cut}"
+        yet = " yet since the live view was opened" if any(isinstance(teller, _Running) for teller in tellers) else ""
+        return f"{printable(request)}: there is no story; nothing has happened there{yet}{cut}"
     near = ", ".join(map(printable, get_close_matches(request, names, 3) or names[:-4:-1]))
     return f"{printable(request)}: there is no story of it; {len(names):,} are kept, such as {near}{cut}"
 
 
 def _cut_off(teller: Teller) -> str:
     """That a file ends before its stories do; empty if it does not."""
-    cut = isinstance(teller, StoryFile) and teller.cut
-    return (
-        f"{teller} ends in the middle of a line: its run was killed, or it was cut, and there may be more to tell"
-        if cut
-        else ""
-    )
+    if isinstance(teller, StoryFile) and teller.cut:
+        return f"{teller} has no end: its run was killed or still goes on, or the file was cut, and there may be more to tell"
+    return ""
 
 
 assert VARIABLE in (top.help or "")

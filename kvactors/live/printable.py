@@ -1,6 +1,20 @@
-"""Values as text for a terminal."""
+"""Values as text: for a terminal, and as JSON."""
 
 from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+
+def encoded(value: Any) -> bytes:
+    """As a line of JSON, whatever texts others chose: what UTF-8 cannot say (half of a surrogate pair, as in the names of files
+    that are no UTF-8) becomes a question mark."""
+    try:
+        return msgspec.json.encode(value) + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(msgspec.to_builtins(value), ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
 
 def printable(text: str, most: int = 200) -> str:

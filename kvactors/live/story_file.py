@@ -2,7 +2,8 @@
 
 JSON lines. The first says what the file is: `{"kvactors_stories": 1, "run": …}`. Each further line has a request and some of
 its events, `{"request": "r17", "events": [[seconds, group, block, what], …]}`, with seconds since the run began, and a group of
--1 for the whole request. A request has several lines if it had more events than are kept in memory; they are in order.
+-1 for the whole request. A request has a line for each step that it took part in, or more; they are in order. The last
+line of a run that was not killed is `{"end": true}`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import msgspec
 
 from kvactors.core.story import StoryEvent
 from kvactors.errors import ConfigError
+from kvactors.live.printable import encoded
 from kvactors.live.view import StoryPart
 
 SCHEMA = 1
@@ -32,12 +34,19 @@ class _Head(msgspec.Struct, frozen=True):
     run: str
 
 
-class _Name(msgspec.Struct, frozen=True):
-    request: str
+class _Row(msgspec.Struct, frozen=True):
+    """As much of a line as says what it is: a request's events, or the end."""
+
+    request: str = ""
+    end: bool = False
+
+
+class _End(msgspec.Struct, frozen=True):
+    end: bool = True
 
 
 class StoryWriter:
-    """Writes what a `StoryBook` lets go of.
+    """Writes what a `StoryBook` hands on.
 
     Args:
         run: what was run, for people.
@@ -46,22 +55,24 @@ class StoryWriter:
 
     def __init__(self, sink: Sink, run: str, since_s: float) -> None:
         self._sink, self._since_s = sink, since_s
-        self._line(_Head(SCHEMA, run))
+        self._sink.write(encoded(_Head(SCHEMA, run)))
 
     def write(self, request: str, events: Sequence[StoryEvent]) -> None:
         """The next events of a request."""
         rows = [(round(e.at_s - self._since_s, 6), e.group_id, e.block_index, e.what) for e in events]
-        self._line(StoryPart(request, rows))
+        self._sink.write(encoded(StoryPart(request, rows)))
 
-    def _line(self, row: msgspec.Struct) -> None:
-        self._sink.write(msgspec.json.encode(row) + b"\n")
+    def end(self) -> None:
+        """Nothing follows."""
+        self._sink.write(encoded(_End()))
 
 
 class StoryFile:
     """Reads a file of stories.
 
     Attributes:
-        cut: the last reading met a last line that breaks off, which is left alone: the run was killed, or the file was cut.
+        cut: the last reading met no end: the run was killed or still goes on, or the file was cut. A last line that breaks off
+            is left alone.
 
     Raises (each method):
         ConfigError: the file cannot be read, or is no file of stories.
@@ -75,7 +86,7 @@ class StoryFile:
         return self.path
 
     def names(self) -> list[str]:
-        """The requests that it tells of; the one that was silent longest comes first."""
+        """The requests that it tells of, in the order in which they began."""
         return list(dict.fromkeys(name for name, _ in self._lines()))
 
     def story(self, request: str) -> list[StoryPart]:
@@ -87,7 +98,8 @@ class StoryFile:
         )
 
     def _lines(self) -> Iterator[tuple[str, bytes]]:
-        """Each line but the first, with the request that it is of."""
+        """Each line of events, with the request that it is of."""
+        self.cut = True
         try:
             with open(self.path, "rb") as file:
                 schema = self._decoded(file.readline(), _Head).kvactors_stories
@@ -95,18 +107,19 @@ class StoryFile:
                     raise ConfigError(
                         f"{self.path}: stories of schema {schema}, this is {SCHEMA}; use the kvactors that wrote it"
                     )
-                self.cut = False
                 for line in file:
-                    if line.endswith(b"\n"):
-                        yield self._decoded(line, _Name).request, line
-                    else:
-                        self.cut = True
+                    if not line.endswith(b"\n"):
+                        return
+                    row = self._decoded(line, _Row)
+                    self.cut = not row.end
+                    if not row.end:
+                        yield row.request, line
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be read: {error.strerror or error}") from error
 
     def _decoded(self, line: bytes, kind: type[Row]) -> Row:
         try:
             return msgspec.json.decode(line, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             why = "is no file of stories" if kind is _Head else f"is a damaged file of stories ({error})"
             raise ConfigError(f"{self.path}: {why}; `kvactors replay --stories FILE` writes one") from error

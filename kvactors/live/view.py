@@ -18,6 +18,7 @@ from kvactors.engine.asynchronous import Inside
 from kvactors.errors import ConfigError
 from kvactors.live.address import Address, live_address
 from kvactors.live.exposition import CONTENT_TYPE, exposition
+from kvactors.live.printable import encoded
 from kvactors.live.server import TEXT, Reply, Server, error
 from kvactors.live.snapshot import REST_S, EnginePart, Snapshot, WaitView, look
 from kvactors.log import get_logger
@@ -185,13 +186,13 @@ class LiveView:
         return Reply(200, text.encode(), TEXT)
 
     async def _snapshot(self, _query: Mapping[str, str]) -> Reply:
-        return Reply(200, msgspec.json.encode(await self.snapshot()) + b"\n")
+        return Reply(200, encoded(await self.snapshot()))
 
     async def _metrics(self, _query: Mapping[str, str]) -> Reply:
         return Reply(200, exposition(await self.snapshot()).encode(), CONTENT_TYPE)
 
     async def _stories(self, _query: Mapping[str, str]) -> Reply:
-        return Reply(200, msgspec.json.encode([] if self._book is None else self._book.requests()) + b"\n")
+        return Reply(200, encoded([] if self._book is None else self._book.requests()))
 
     async def _story(self, query: Mapping[str, str]) -> Reply:
         request = query.get("request", "")
@@ -204,7 +205,7 @@ class LiveView:
                 parts.append(StoryPart(life, await _since_the_first(events)))
         if not parts:
             return error(404, f"there is no story of {request!r:.200}; /stories has the names of those that are kept")
-        return Reply(200, msgspec.json.encode(parts) + b"\n")
+        return Reply(200, encoded(parts))
 
 
 def _lives(request: str) -> Iterator[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -64,12 +66,12 @@ def run_and_show(
         running.callback(log.close)
         running.callback(told.close)
         stories = None if stories_file is None else StoryLog(told, plan)
+        if stories is not None:
+            running.callback(stories.finish)
 
         def show(outcome: Outcome) -> None:
             nonlocal failed
             elapsed_s = time.monotonic() - began
-            if stories is not None:
-                stories.finish()
             running.close()
             report = outcome.report
             failed = _write(
@@ -78,10 +80,13 @@ def run_and_show(
                 (html_file, lambda path: write_page(path, report, outcome.samples, spans.spans if spans else ())),
                 (timeline_file, lambda path: write_timeline(path, spans) if spans else None),
             )
-            for path, file in ((event_log_file, log), (stories_file, told)):
-                if file.lost is not None:
+            for path, problem in (
+                (event_log_file, log.lost),
+                (stories_file, told.lost or (None if stories is None else stories.problem)),
+            ):
+                if problem is not None:
                     failed = True
-                    _cannot_write(err, path, file.lost)
+                    _cannot_write(err, path, problem)
             if timeline_file and spans and spans.dropped:
                 err.print(f"the timeline holds the first {len(spans.spans):,} spans; {spans.dropped:,} more were left out")
             if as_json:
@@ -96,10 +101,12 @@ def run_and_show(
             progress.update(tally)
             if onlooker is not None:
                 onlooker.progress(tally)
+            if stories is not None:
+                stories.progress()
 
         watchers = Watchers(
             observers=() if spans is None else (spans,),
-            on_progress=progress.update if onlooker is None else stepped,
+            on_progress=stepped,
             on_stopping=lambda: err.print("stopping: draining what is in flight (Ctrl-C again to give up)"),
             on_outcome=show,
             on_leaving=lambda: err.print("leaving the store, which takes its time (Ctrl-C to end at once)"),
@@ -122,12 +129,12 @@ class _LogFile:
         self.lost: OSError | None = None
         self._file: BinaryIO | None = None
         if path is not None:
-            self._try(lambda: setattr(self, "_file", open(path, "wb")))  # noqa: SIM115 (closed by whoever made this)
+            self._try(lambda: setattr(self, "_file", open(path, "wb", opener=_open_at_once)))  # noqa: SIM115 (closed by its maker)
 
     def write(self, line: bytes) -> None:
         file = self._file
         if file is not None and self.lost is None:
-            self._try(lambda: file.write(line))
+            self._try(lambda: (file.write(line), file.flush()))
 
     def close(self) -> None:
         file, self._file = self._file, None
@@ -139,6 +146,13 @@ class _LogFile:
             act()
         except OSError as error:
             self.lost = self.lost or error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens without waiting for somebody to read a pipe, which could be forever."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def _write(err: Console, *outputs: _Output) -> bool:
@@ -155,5 +169,6 @@ def _write(err: Console, *outputs: _Output) -> bool:
     return failed
 
 
-def _cannot_write(err: Console, path: str | None, error: OSError) -> None:
-    err.print(f"kvactors: {path}: cannot be written: {error.strerror or error}", soft_wrap=True)
+def _cannot_write(err: Console, path: str | None, error: Exception) -> None:
+    why = "nobody reads this pipe" if isinstance(error, OSError) and error.errno == errno.ENXIO else None
+    err.print(f"kvactors: {path}: cannot be written: {why or getattr(error, 'strerror', None) or error}", soft_wrap=True)

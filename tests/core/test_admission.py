@@ -82,6 +82,7 @@ def test_what_is_shared_or_absent_contradicts_nothing() -> None:
     ("value", "text"),
     [
         (None, "None"),
+        pytest.param(10**5000, "a number of more than 20 digits", id="huge"),
         (b"abc", "3 bytes"),
         ("a\nb", r"the text 'a\nb'"),
         ({1: 2}, "a dict of 1"),

@@ -44,25 +44,46 @@ def test_all_events_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [len(book.events(request)) for request in book.requests()] == [4, 4]
 
 
-def test_what_is_forgotten_is_handed_on_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every event once and in its request's order, whichever bound it was that made it go."""
+@pytest.mark.parametrize("often", [1, 7, 100_000])
+def test_a_taker_gets_every_event_once(monkeypatch: pytest.MonkeyPatch, often: int) -> None:
+    """In its request's order, whichever bound it was that made it go, and however often the rest is handed on; and the book
+    keeps as much as it does without a taker."""
     monkeypatch.setattr(story, "MOST_EVENTS", 40)
     monkeypatch.setattr(story, "MOST_EVENTS_EACH", 8)
     monkeypatch.setattr(story, "MOST_REQUESTS", 6)
-    rng, book = random.Random(1), StoryBook(ManualClock())
+    rng, book, alone = random.Random(1), StoryBook(ManualClock()), StoryBook(ManualClock())
     noted: dict[str, list[int]] = {}
     handed: dict[str, list[int]] = {}
-    book.forgotten = lambda request, events: handed.setdefault(request, []).extend(event.block_index for event in events)
+    book.hand_to(lambda request, events: handed.setdefault(request, []).extend(event.block_index for event in events))
     for n in range(2000):
         request = f"r{min(int(rng.expovariate(0.2)), 30)}"
         noted.setdefault(request, []).append(n)
         book.record(request, 0, n, "x")
-        assert len(book) <= 6
-        assert sum(len(book.events(request)) for request in book.requests()) <= 40
-    assert handed != noted
-    book.forget_all()
+        alone.record(request, 0, n, "x")
+        if n % often == often - 1:
+            book.hand_on()
+            assert handed == noted
+        assert {r: book.events(r) for r in book.requests()} == {r: alone.events(r) for r in alone.requests()}
+    book.hand_on()
     assert handed == noted
-    assert (len(book), book.requests()) == (0, [])
+    book.hand_on()
+    assert handed == noted
+    assert book.problem is None
+
+
+def test_a_taker_that_raises_costs_the_book_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(story, "MOST_REQUESTS", 2)
+    book, asked = StoryBook(ManualClock()), []
+
+    def raises(request: str, _: object) -> None:
+        asked.append(request)
+        raise RuntimeError("no")
+
+    book.hand_to(raises)
+    for request in ("a", "b", "c", "d"):
+        book.record(request, 0, 0, "x")
+    book.hand_on()
+    assert (asked, book.requests(), str(book.problem)) == (["a"], ["c", "d"], "no")
 
 
 def test_a_long_text_is_kept_once() -> None:

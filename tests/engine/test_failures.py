@@ -410,6 +410,10 @@ async def test_a_request_with_bad_block_lists_is_left_out_and_the_others_go_on(b
             "begin_step: the request_id of item 0 is a list of 1; give a text",
         ),
         (
+            lambda e: e.begin_step([StepRequest((["a"],), [], {})]),
+            "begin_step: the request_id of item 0 is a tuple of 1; give a text",
+        ),
+        (
             lambda e: e.start_load("a", [1], hashes(1), None),
             "load for 'a': groups is a list of 1; give a mapping of group id to GroupBlocks",
         ),

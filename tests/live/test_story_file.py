@@ -6,6 +6,9 @@ import asyncio
 import io
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,9 @@ from kvactors.errors import ConfigError
 from kvactors.live import Address, LiveView
 from kvactors.live.client import read_story
 from kvactors.live.story_file import StoryFile, StoryWriter
+from kvactors.replay.stories import StoryLog
 from tests.engine.rig import Rig, full_layout, hashes
+from tests.live.prometheus import until
 
 SAMPLE = Path(__file__).parents[2] / "examples/sample_trace.jsonl"
 REPLAY = ("replay", SAMPLE, "--layout", "gemma-3-27b", "--scale", "4096", "--requests", "12", "--faults", "flaky-store")
@@ -41,6 +46,7 @@ def written(folder: Path, *pages: tuple[str, list[StoryEvent]]) -> Path:
     writer = StoryWriter(sink, "a trace", 10.0)
     for request, events in pages:
         writer.write(request, events)
+    writer.end()
     path = folder / "stories"
     path.write_bytes(sink.getvalue())
     return path
@@ -56,11 +62,11 @@ def test_a_file_tells_what_the_running_engine_told(tmp_path: Path) -> None:
             address = Address.of(str(tmp_path / "live.sock"))
             with LiveView(rig.engine, address):
                 book, sink = rig.engine.keep_stories(), io.BytesIO()
-                book.forgotten = StoryWriter(sink, "a rig", rig.engine.clock.now()).write
+                book.hand_to(StoryWriter(sink, "a rig", rig.engine.clock.now()).write)
                 for name in ("a", "b"):
                     await rig.save(name, hashes(2, name))
                 running = {name: await asyncio.to_thread(read_story, address, name) for name in ("a", "b")}
-                book.forget_all()
+                book.hand_on()
             path = tmp_path / "stories"
             path.write_bytes(sink.getvalue())
             told = StoryFile(str(path))
@@ -81,15 +87,33 @@ def test_several_pages_are_one_story(tmp_path: Path) -> None:
     assert StoryFile(str(path)).story("c") == []
 
 
-def test_a_last_line_that_was_cut_short_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", [5, 13, 20])
+def test_a_file_that_has_no_end_says_so(tmp_path: Path, left: int) -> None:
+    """Cut within its last line, before it, and within the line before."""
     path = written(tmp_path, page("a", "one"), page("b", "x"))
-    path.write_bytes(path.read_bytes()[:-5])
-    file = StoryFile(str(path))
-    assert (file.names(), file.cut) == (["a"], True)
-    cut = f"{path} ends in the middle of a line: its run was killed, or it was cut, and there may be more to tell"
-    refused(run("story", "b", path), 1, "no story of it; 1 are kept, such as a", cut)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-left])
+    file, told = StoryFile(str(path)), ["a"] if left == 20 else ["a", "b"]
+    assert (file.names(), file.cut) == (told, True)
+    cut = f"{path} has no end: its run was killed or still goes on, or the file was cut, and there may be more to tell"
+    refused(run("story", "c", path), 1, f"no story of it; {len(told)} are kept, such as ", cut)
     shown = run("story", "a", path)
     assert (shown.exit_code, shown.stdout.splitlines()[0], shown.stderr) == (0, "a, 1 events", f"kvactors: {cut}\n")
+    path.write_bytes(whole)
+    assert (file.names(), file.cut, run("story", "a", path).stderr) == (["a", "b"], False, "")
+
+
+def test_a_run_that_told_nothing(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    refused(run("story", "a", path), 1, "there is no story; nothing has happened there")
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    refused(run("story", "a", path), 1, "nothing has happened there; ", "has no end")
+
+
+def test_what_is_no_utf_8_costs_a_letter(tmp_path: Path) -> None:
+    path = written(tmp_path, page("a", "cannot read /mnt/\udcff"))
+    (part,) = StoryFile(str(path)).story("a")
+    assert part.events[0][3] == "cannot read /mnt/?"
 
 
 @pytest.mark.parametrize(
@@ -101,6 +125,8 @@ def test_a_last_line_that_was_cut_short_is_left_alone(tmp_path: Path) -> None:
         ('{\n "schema": 1,\n "trace": {}}\n', "is no file of stories"),
         ('{"kvactors_stories": 2, "run": "x"}\n', "stories of schema 2, this is 1"),
         ('{"kvactors_stories": 1, "run": "x"}\n{"request": 3}\n', "is a damaged file of stories"),
+        ('{"kvactors_stories": 1, "run": "x"}\n' + "[" * 100_000 + "\n", "is a damaged file of stories"),
+        ("[" * 100_000 + "\n", "is no file of stories"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, part: str) -> None:
@@ -115,6 +141,20 @@ def test_what_is_no_file_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     refused(run("story", "r1", tmp_path / "pipe"), 2, "is something else and no engine's socket")
     refused(run("story", "r1", tmp_path / "none.stories"), 2, "none.stories: there is nothing of this name")
+    refused(run("story", "r1", "x" * 300), 2, "is no path: File name too long")
+
+
+def test_one_bad_file_hides_no_other(tmp_path: Path) -> None:
+    good, bad = written(tmp_path, page("a", "one")), tmp_path / "bad"
+    bad.write_bytes(b"x")
+    result = run("story", "a", bad, good)
+    assert (result.exit_code, result.stdout.splitlines()[0]) == (1, "a, 1 events")
+    assert f"{bad}: is no file of stories" in result.stderr
+
+
+def test_the_environment_may_name_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVACTORS_LIVE", str(written(tmp_path, page("a", "one"))))
+    assert run("story", "a").stdout.startswith("a, 1 events")
 
 
 def test_a_replay_that_has_ended_is_told(tmp_path: Path) -> None:
@@ -122,7 +162,7 @@ def test_a_replay_that_has_ended_is_told(tmp_path: Path) -> None:
     ran = run(*REPLAY, "--stories", path, "--json")
     report = json.loads(ran.stdout)
     told = StoryFile(str(path))
-    assert told.names() == [f"r{n}" for n in range(1, 13)]
+    assert (told.names(), told.cut) == ([f"r{n}" for n in range(1, 13)], False)
     texts = [what for name in told.names() for part in told.story(name) for _, _, _, what in part.events]
     sessions = report["sessions"]
     assert texts.count("put opening -> open") == sessions["put_opened"]
@@ -139,6 +179,7 @@ def test_a_replay_that_has_ended_is_told(tmp_path: Path) -> None:
 def test_nothing_is_lost_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same run with books of other sizes writes the same stories."""
     paths, stories = [tmp_path / "large", tmp_path / "small"], []
+    monkeypatch.setattr(StoryLog, "progress", lambda _: None)  # or memory is never short
     for path in paths:
         assert run(*REPLAY, "--virtual", "--stories", path).exit_code == 0
         told = StoryFile(str(path))
@@ -154,6 +195,54 @@ def test_on_virtual_time_a_file_is_repeatable_byte_for_byte(tmp_path: Path) -> N
     for path in paths:
         assert run(*REPLAY, "--virtual", "--stories", path).exit_code == 0
     assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_run_that_is_interrupted_is_told_to_its_end(tmp_path: Path, signals: int) -> None:
+    path = tmp_path / "run.stories"
+    words = [*map(str, REPLAY), "--speed", "5", "--stories", str(path), "--json"]
+    with subprocess.Popen([sys.executable, "-m", "kvactors", *words], stdout=subprocess.PIPE, text=True) as ran:
+        until("a request is told", lambda: path.exists() and b'"r2"' in path.read_bytes())
+        for _ in range(signals):
+            ran.send_signal(signal.SIGINT)
+        report = json.loads(ran.communicate(timeout=60)[0])
+    assert ran.returncode == 130
+    told = StoryFile(str(path))
+    texts = [what for name in told.names() for part in told.story(name) for _, _, _, what in part.events]
+    assert (texts.count("put opening -> open"), told.cut) == (report["sessions"]["put_opened"], False)
+
+
+def test_a_run_that_is_killed_leaves_what_it_told(tmp_path: Path) -> None:
+    path = tmp_path / "run.stories"
+    words = [*map(str, REPLAY), "--speed", "5", "--stories", str(path)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvactors", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as ran:
+        until("a request is told", lambda: path.exists() and b'"r2"' in path.read_bytes())
+        ran.kill()
+    told = StoryFile(str(path))
+    assert ([part.request for part in told.story("r1")], told.cut) == (["r1"], True)
+
+
+def test_a_pipe_that_nobody_reads_does_not_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    result = run(*REPLAY, "--stories", tmp_path / "pipe")
+    assert (result.exit_code, "12 of 12" in result.stdout) == (1, True)
+    assert "pipe: cannot be written: nobody reads this pipe" in result.stderr
+
+
+def test_a_name_that_is_no_utf_8(tmp_path: Path) -> None:
+    trace = tmp_path / os.fsdecode(b"tr\xfface.jsonl")
+    trace.write_bytes(SAMPLE.read_bytes())
+    path = tmp_path / "run.stories"
+    result = run("replay", trace, *REPLAY[2:], "--stories", path)
+    assert (result.exit_code, StoryFile(str(path)).names()[0]) == (0, "r1")
+
+
+def test_a_file_cannot_be_the_live_view_too(tmp_path: Path) -> None:
+    path = tmp_path / "x.sock"
+    refused(run(*REPLAY, "--stories", path, "--live", path), 2, "is the same file as --stories")
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("more", [(), ("--virtual",)], ids=["live", "virtual"])
