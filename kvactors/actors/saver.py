@@ -12,7 +12,10 @@ from kvactors.core.answers import in_words
 from kvactors.core.queue import Priority
 from kvactors.core.sessions import PutEvent, PutSession, PutState
 from kvactors.core.store import Outcome
+from kvactors.log import get_logger
 from kvactors.messages import Commit, Kind, LayerReady, Revoke, Transfer, TransferDone
+
+log = get_logger("kvactors.saves", burst=1, window_s=600.0)
 
 REVOKE_RETRY_S = (0.05, 0.2, 1.0)
 """Waits between retries of a failed revoke; after the last the key is poisoned."""
@@ -89,6 +92,13 @@ class Saver:
         if done.outcomes.count(Outcome.OK) == len(done.outcomes):
             self.settle(gs)
             return
+        if Outcome.INVALID in done.outcomes:
+            log.warning(
+                "the store calls a put invalid; was the local memory registered with it (store.register)?",
+                store=c.pool.store.name,
+                group=c.group_id,
+                layer=job.layer,
+            )
         if Outcome.LOST in done.outcomes:
             for row in job.call.rows.tolist():
                 session = saves.sessions[row]

@@ -208,6 +208,8 @@ def _cut_off(teller: Teller) -> str:
     """That a file ends before its stories do; empty if it does not."""
     if isinstance(teller, StoryFile) and teller.cut:
         return f"{teller} has no end: its run was killed or still goes on, or the file was cut, and there may be more to tell"
+    if isinstance(teller, StoryFile) and teller.interrupted:
+        return f"{teller} is of a run that was interrupted, and did not come to the end of its trace"
     return ""
 
 

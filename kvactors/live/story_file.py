@@ -3,7 +3,7 @@
 JSON lines. The first says what the file is: `{"kvactors_stories": 1, "run": …}`. Each further line has a request and some of
 its events, `{"request": "r17", "events": [[seconds, group, block, what], …]}`, with seconds since the run began, and a group of
 -1 for the whole request. A request has a line for each step that it took part in, or more; they are in order. The last
-line of a run that was not killed is `{"end": true}`.
+line of a run that was not killed is `{"end": true, "interrupted": false}`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ class _Row(msgspec.Struct, frozen=True):
 
     request: str = ""
     end: bool = False
+    interrupted: bool = False
 
 
 class _End(msgspec.Struct, frozen=True):
-    end: bool = True
+    end: bool
+    interrupted: bool
 
 
 class StoryWriter:
@@ -62,9 +64,9 @@ class StoryWriter:
         rows = [(round(e.at_s - self._since_s, 6), e.group_id, e.block_index, e.what) for e in events]
         self._sink.write(encoded(StoryPart(request, rows)))
 
-    def end(self) -> None:
-        """Nothing follows."""
-        self._sink.write(encoded(_End()))
+    def end(self, *, interrupted: bool = False) -> None:
+        """Nothing follows; there might have, if the run was interrupted."""
+        self._sink.write(encoded(_End(True, interrupted)))
 
 
 class StoryFile:
@@ -73,6 +75,7 @@ class StoryFile:
     Attributes:
         cut: the last reading met no end: the run was killed or still goes on, or the file was cut. A last line that breaks off
             is left alone.
+        interrupted: the last reading met an end before that of the run's trace.
 
     Raises (each method):
         ConfigError: the file cannot be read, or is no file of stories.
@@ -80,7 +83,7 @@ class StoryFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.cut = False
+        self.cut = self.interrupted = False
 
     def __str__(self) -> str:
         return self.path
@@ -99,7 +102,7 @@ class StoryFile:
 
     def _lines(self) -> Iterator[tuple[str, bytes]]:
         """Each line of events, with the request that it is of."""
-        self.cut = True
+        self.cut, self.interrupted = True, False
         try:
             with open(self.path, "rb") as file:
                 schema = self._decoded(file.readline(), _Head).kvactors_stories
@@ -111,7 +114,7 @@ class StoryFile:
                     if not line.endswith(b"\n"):
                         return
                     row = self._decoded(line, _Row)
-                    self.cut = not row.end
+                    self.cut, self.interrupted = not row.end, row.interrupted
                     if not row.end:
                         yield row.request, line
         except OSError as error:

@@ -72,6 +72,8 @@ def run_and_show(
         def show(outcome: Outcome) -> None:
             nonlocal failed
             elapsed_s = time.monotonic() - began
+            if stories is not None:
+                stories.complete = not outcome.interrupted
             running.close()
             report = outcome.report
             failed = _write(
@@ -110,7 +112,7 @@ def run_and_show(
             on_stopping=lambda: err.print("stopping: draining what is in flight (Ctrl-C again to give up)"),
             on_outcome=show,
             on_leaving=lambda: err.print("leaving the store, which takes its time (Ctrl-C to end at once)"),
-            looks=[watcher.look for watcher in (stories, onlooker) if watcher is not None],
+            looks=[watcher.look for watcher in (onlooker, stories) if watcher is not None],
             interrupts=interrupts,
         )
         if virtual:
@@ -123,27 +125,30 @@ def run_and_show(
 
 
 class _LogFile:
-    """A file that is written while the run goes on, and whose failure does not end it."""
+    """A file that is written while the run goes on, and whose failure does not end it. It is opened, and so emptied, at its
+    first line: a run that is refused leaves what is there."""
 
     def __init__(self, path: str | None) -> None:
         self.lost: OSError | None = None
+        self._path = path
         self._file: BinaryIO | None = None
-        if path is not None:
-            self._try(lambda: setattr(self, "_file", open(path, "wb", opener=_open_at_once)))  # noqa: SIM115 (closed by its maker)
 
     def write(self, line: bytes) -> None:
-        file = self._file
-        if file is not None and self.lost is None:
-            self._try(lambda: (file.write(line), file.flush()))
+        if self._path is None or self.lost is not None:
+            return
+        try:
+            if self._file is None:
+                self._file = open(self._path, "wb", opener=_open_at_once)  # noqa: SIM115 (closed by whoever made this)
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            self.lost = error
 
     def close(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            self._try(file.close)
-
-    def _try(self, act: Callable[[], object]) -> None:
+        file, self._file, self._path = self._file, None, None
         try:
-            act()
+            if file is not None:
+                file.close()
         except OSError as error:
             self.lost = self.lost or error
 

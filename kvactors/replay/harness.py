@@ -232,8 +232,7 @@ class Harness:
         prompt.restarting = True
         prompt.lost_tokens = prompt.hit.tokens if prompt.hit is not None else prompt.computed
         self.tally.event(
-            f"{prompt.id}: load of {prompt.lost_tokens} tokens failed at layer {failed.layer}, "
-            f"token {failed.first_token}: {failed.reason.removeprefix(f'layer {failed.layer}: ')}"
+            f"{prompt.id}: load of {prompt.lost_tokens} tokens failed from token {failed.first_token} on ({failed.reason})"
         )
         self._scheduler.restart(prompt)
 

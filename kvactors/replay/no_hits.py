@@ -30,6 +30,8 @@ def why_no_hits(report: Report, shortest_hit_tokens: int) -> str:
         return _why_so_little(report, saved)
     if report.failures.lost_calls or report.failures.lookup_errors:
         return f"the store did not answer: {_unanswered(report)}"
+    if report.interrupted:
+        return "the run was interrupted before a load was over"
     if report.requests.completed == 1:
         return "a single request has nobody before it to share a prefix with"
     return _why_not_there(report, known, f"a prefix of {shortest_hit_tokens} tokens")

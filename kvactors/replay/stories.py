@@ -15,10 +15,12 @@ class StoryLog:
     """Takes the events of the engine's book of stories after each step, and at the end.
 
     Attributes:
+        complete: whether the run came to its own end.
         problem: why not all of them could be written; the sink's own trouble is the sink's to tell.
     """
 
     def __init__(self, sink: Sink, plan: Plan) -> None:
+        self.complete = False
         self.problem: Exception | None = None
         self._sink, self._plan = sink, plan
         self._book: StoryBook | None = None
@@ -43,6 +45,6 @@ class StoryLog:
         """Once the engine is closed, or the run has fallen apart: writes what is left, and that it is the end. Idempotent."""
         if self._book is not None and self._writer is not None:
             self._book.hand_on()
-            self._writer.end()
+            self._writer.end(interrupted=not self.complete)
             self.problem = self._book.problem
         self._book = None

@@ -87,13 +87,14 @@ def test_several_pages_are_one_story(tmp_path: Path) -> None:
     assert StoryFile(str(path)).story("c") == []
 
 
-@pytest.mark.parametrize("left", [5, 13, 20])
-def test_a_file_that_has_no_end_says_so(tmp_path: Path, left: int) -> None:
+@pytest.mark.parametrize(("left", "told"), [(-5, ["a", "b"]), (0, ["a", "b"]), (5, ["a"])])
+def test_a_file_that_has_no_end_says_so(tmp_path: Path, left: int, told: list[str]) -> None:
     """Cut within its last line, before it, and within the line before."""
     path = written(tmp_path, page("a", "one"), page("b", "x"))
     whole = path.read_bytes()
-    path.write_bytes(whole[:-left])
-    file, told = StoryFile(str(path)), ["a"] if left == 20 else ["a", "b"]
+    end = len(whole.splitlines(keepends=True)[-1])
+    path.write_bytes(whole[: -end - left])
+    file = StoryFile(str(path))
     assert (file.names(), file.cut) == (told, True)
     cut = f"{path} has no end: its run was killed or still goes on, or the file was cut, and there may be more to tell"
     refused(run("story", "c", path), 1, f"no story of it; {len(told)} are kept, such as ", cut)
@@ -162,7 +163,7 @@ def test_a_replay_that_has_ended_is_told(tmp_path: Path) -> None:
     ran = run(*REPLAY, "--stories", path, "--json")
     report = json.loads(ran.stdout)
     told = StoryFile(str(path))
-    assert (told.names(), told.cut) == ([f"r{n}" for n in range(1, 13)], False)
+    assert (told.names(), told.cut, told.interrupted) == ([f"r{n}" for n in range(1, 13)], False, False)
     texts = [what for name in told.names() for part in told.story(name) for _, _, _, what in part.events]
     sessions = report["sessions"]
     assert texts.count("put opening -> open") == sessions["put_opened"]
@@ -210,6 +211,10 @@ def test_a_run_that_is_interrupted_is_told_to_its_end(tmp_path: Path, signals: i
     told = StoryFile(str(path))
     texts = [what for name in told.names() for part in told.story(name) for _, _, _, what in part.events]
     assert (texts.count("put opening -> open"), told.cut) == (report["sessions"]["put_opened"], False)
+    assert told.interrupted
+    refused(
+        run("story", "r9999", path), 1, f"{path} is of a run that was interrupted, and did not come to the end of its trace"
+    )
 
 
 def test_a_run_that_is_killed_leaves_what_it_told(tmp_path: Path) -> None:
@@ -222,6 +227,23 @@ def test_a_run_that_is_killed_leaves_what_it_told(tmp_path: Path) -> None:
         ran.kill()
     told = StoryFile(str(path))
     assert ([part.request for part in told.story("r1")], told.cut) == (["r1"], True)
+
+
+@pytest.mark.parametrize(
+    "refused_by",
+    ["--live /nonexist/x.sock", "--layout HUGE --scale 1", "--layout HUGE --scale 1 --virtual --event-log OTHER"],
+)
+def test_a_run_that_is_refused_leaves_what_is_there(tmp_path: Path, refused_by: str) -> None:
+    kept, other, huge = tmp_path / "kept", tmp_path / "other", tmp_path / "huge.yaml"
+    for path in (kept, other):
+        path.write_text("of another run")
+    huge.write_text(
+        f"{{name: m, groups: [{{kind: full, block_tokens: 512, layers: [0], entries: [{{name: k, bytes: {10**17}}}]}}]}}"
+    )
+    words = refused_by.replace("OTHER", str(other)).replace("HUGE", str(huge)).split()
+    result = run(*REPLAY, "--stories", kept, *words)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert [kept.read_text(), other.read_text()] == ["of another run"] * 2
 
 
 def test_a_pipe_that_nobody_reads_does_not_hang(tmp_path: Path) -> None:

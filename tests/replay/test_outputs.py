@@ -227,6 +227,8 @@ def test_why_no_hits() -> None:
     tally_report = report()
     tally_report.blocks["0"].looked_up = 4
     assert "share a prefix" in why_no_hits(tally_report, 1024)
+    tally_report.interrupted = True
+    assert why_no_hits(tally_report, 1024) == "the run was interrupted before a load was over"
     tally_report.blocks["0"].saved = 0
     assert "nothing was saved" in why_no_hits(tally_report, 1024)
 
