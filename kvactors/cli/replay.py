@@ -168,13 +168,9 @@ def replay(
         "--event-log": event_log,
     }
     check_outputs(inputs, outputs)
-    taken = (
-        None
-        if live is None
-        else next((o for o, name in outputs.items() if name and Path(name).resolve() == Path(live).resolve()), None)
-    )
-    if taken is not None:
-        raise click.UsageError(f"--live {live}: is the same file as {taken}")
+    for option, name in outputs.items():
+        if live is not None and name is not None and Path(name).resolve() == Path(live).resolve():
+            raise click.UsageError(f"{option} {name}: is the same file as --live")
     check_name("--store", store, tuple(store_names()), "store")
     if format_name is not None:
         check_name("--format", format_name, tuple(trace_formats()), "trace format")

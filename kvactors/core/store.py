@@ -129,10 +129,7 @@ class Store(Protocol):
     def close(self) -> None: ...
 
 
-STORE_NEEDS = (
-    "name",  # three attributes, and then calls
-    "lease_s",
-    "put_safe_age_s",
+STORE_CALLS = (
     "put_open",
     "put_ranges",
     "put_commit",
@@ -147,6 +144,8 @@ STORE_NEEDS = (
     "stats",
     "close",
 )
+
+STORE_NEEDS = ("name", "lease_s", "put_safe_age_s", *STORE_CALLS)
 """Everything that `Store` names: what a store of one's own has to have."""
 
 
@@ -162,5 +161,5 @@ def require_store(store: object) -> None:
         raise ConfigError(
             f"store {type(store).__name__} lacks {', '.join(lacking)}; see the calls and attributes of a store in docs"
         )
-    if uncalled := [name for name in STORE_NEEDS[3:] if not callable(getattr(store, name))]:
+    if uncalled := [name for name in STORE_CALLS if not callable(getattr(store, name))]:
         raise ConfigError(f"store {type(store).__name__}: {', '.join(uncalled)} cannot be called; it must be a method")

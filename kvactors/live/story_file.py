@@ -96,9 +96,9 @@ class StoryFile:
         """What happened to a request, with seconds since its first event; empty if the file has nothing of it."""
         parts = [self._decoded(line, StoryPart) for name, line in self._lines() if name == request]
         events = [event for part in parts for event in part.events]
-        return (
-            [StoryPart(request, [(round(at_s - events[0][0], 6), g, b, what) for at_s, g, b, what in events])] if events else []
-        )
+        if not events:
+            return []
+        return [StoryPart(request, [(round(at_s - events[0][0], 6), g, b, what) for at_s, g, b, what in events])]
 
     def _lines(self) -> Iterator[tuple[str, bytes]]:
         """Each line of events, with the request that it is of."""

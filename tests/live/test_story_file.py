@@ -263,7 +263,7 @@ def test_a_name_that_is_no_utf_8(tmp_path: Path) -> None:
 
 def test_a_file_cannot_be_the_live_view_too(tmp_path: Path) -> None:
     path = tmp_path / "x.sock"
-    refused(run(*REPLAY, "--stories", path, "--live", path), 2, "is the same file as --stories")
+    refused(run(*REPLAY, "--stories", path, "--live", path), 2, "is the same file as --live")
     assert not path.exists()
 
 

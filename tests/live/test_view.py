@@ -166,6 +166,16 @@ async def test_a_story_says_why_nothing_was_saved_or_moved(tmp_path: Path) -> No
     assert any("step 5 passes through (the engine is draining)" in line for line in told(late))
 
 
+async def test_a_name_that_is_no_utf_8_is_told_with_a_question_mark(tmp_path: Path) -> None:
+    """As the names of files come that are no UTF-8: half of a surrogate pair."""
+    async with Rig(full_layout()) as rig:
+        with viewed(rig.engine, tmp_path) as view:
+            await rig.save("a\udcff", hashes(1))
+            assert read_names(view.address) == ["a?"]
+            rig.engine.keep_stories().record("b", 0, 0, "cannot read /mnt/\udcff")
+            assert [part.events[0][3] for part in read_story(view.address, "b")] == ["cannot read /mnt/?"]
+
+
 async def test_attempts_at_a_request_are_told_together(tmp_path: Path) -> None:
     async with Rig(full_layout()) as rig:
         with viewed(rig.engine, tmp_path) as view:
