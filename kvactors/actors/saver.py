@@ -15,7 +15,7 @@ from kvactors.core.store import Outcome
 from kvactors.log import get_logger
 from kvactors.messages import Commit, Kind, LayerReady, Revoke, Transfer, TransferDone
 
-log = get_logger("kvactors.saves", burst=1, window_s=600.0)
+log = get_logger("kvactors.saves")
 
 REVOKE_RETRY_S = (0.05, 0.2, 1.0)
 """Waits between retries of a failed revoke; after the last the key is poisoned."""
@@ -36,6 +36,7 @@ class Saver:
     def __init__(self, context: GroupContext) -> None:
         self._c = context
         self.opens = PutOpens(context, self._revoke)
+        self._warned = False
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -92,7 +93,8 @@ class Saver:
         if done.outcomes.count(Outcome.OK) == len(done.outcomes):
             self.settle(gs)
             return
-        if Outcome.INVALID in done.outcomes:
+        if Outcome.INVALID in done.outcomes and not self._warned:
+            self._warned = True  # it would be said of every layer
             log.warning(
                 "the store calls a put invalid; was the local memory registered with it (store.register)?",
                 store=c.pool.store.name,

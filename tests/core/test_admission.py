@@ -67,6 +67,13 @@ def test_a_local_block_holds_one_block() -> None:
     )
 
 
+def test_a_block_of_several_hash_units_is_told_by_its_last() -> None:
+    blocks, first = LocalBlocks({1: 32}, 16), hashes(1)
+    prompts = [[*first, *hashes(1, name)] for name in ("a", "b")]
+    said = [blocks.take(StepRequest(str(n), prompt, {1: GroupBlocks([4], (), (0,))})) for n, prompt in enumerate(prompts)]
+    assert said == ["", "group 1: local block 4 is another block of an earlier request of the step"]
+
+
 def test_what_is_shared_or_absent_contradicts_nothing() -> None:
     assert taken(("a", GroupBlocks([3, 4], (), (0, 1))), ("a", GroupBlocks([3, 9], (), (0, 1)))) == ["", ""], "one prefix"
     assert taken(("a", GroupBlocks([-1, -1], (0, 1))), ("b", GroupBlocks([-1, -1], (), (0, 1)))) == ["", ""], "null blocks"

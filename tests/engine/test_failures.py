@@ -14,7 +14,6 @@ from kvactors.core.steps import GroupBlocks, ReleaseReason, StepRequest
 from kvactors.core.store import Outcome
 from kvactors.devices import ManualEvent
 from kvactors.errors import DrainTimeout, LoadFailedError, StepError
-from kvactors.log import get_logger
 from kvactors.stores.fault_plan import Fault
 from tests.engine.rig import COMPRESSED, FULL, PATIENCE_S, STATE, Rig, arrived, full_layout, hashes, quiet
 from tests.engine.test_late_answers import until
@@ -734,11 +733,8 @@ async def test_close_answers_whoever_waits() -> None:
     await rig.engine.close()
 
 
-async def test_a_put_that_the_store_calls_invalid_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_put_that_the_store_calls_invalid_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """Else memory that was never registered shows in nothing but revokes."""
-    monkeypatch.setattr(saver, "log", get_logger("kvactors.saves", burst=1, window_s=600.0))
     async with Rig(full_layout(), [Fault(what="outcome", call="put_ranges", outcome=Outcome.INVALID)]) as rig:
         for name in ("a", "b"):
             await rig.save(name, hashes(3, name))

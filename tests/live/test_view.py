@@ -235,6 +235,7 @@ def test_lines_join_neighbours_that_say_the_same() -> None:
             (0.0, -1, -1, "step 1 begins"),
             (0.1, 0, 0, "open"),
             (0.2, 0, 1, "open"),
+            (0.25, 0, 4, "open"),
             (0.3, 0, 3, "open"),
             (0.4, 1, 4, "open"),
             (0.5, 1, 5, "closed\x1b[2J"),
@@ -242,8 +243,8 @@ def test_lines_join_neighbours_that_say_the_same() -> None:
     )
     assert [" ".join(line.split()) for line in lines(part)] == [
         "0.000000 s request step 1 begins",
-        "0.100000 s group 0 blocks 0-1, 3 open",
+        "0.100000 s group 0 blocks 0-1, 3-4 open",
         "0.400000 s group 1 block 4 open",
         "0.500000 s group 1 block 5 closed\\x1b[2J",
     ]
-    assert len(list(lines(part, every=True))) == 6
+    assert len(list(lines(part, every=True))) == 7

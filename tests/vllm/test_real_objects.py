@@ -42,7 +42,7 @@ except ImportError:
 
 from kvactors.core.layout import GroupKind, KVLayout
 from kvactors.devices import ManualClock
-from kvactors.errors import ConfigError
+from kvactors.errors import ConfigError, LayoutError
 from kvactors.vllm.layouts import ModelFacts, group_kind, worker_memory
 from kvactors.vllm.messages import Life
 from kvactors.vllm.pins import Pins
@@ -86,6 +86,11 @@ def layout_of(cache: KVCacheConfig, **facts: Any) -> KVLayout:
     caches = {n: torch.zeros(BLOCKS, 32, dtype=torch.bfloat16) for n in names}
     given = {"model": "m", "hidden_layers": 8, "kv_heads": 2, "tp_size": 4, **facts}
     return worker_memory(cache, caches, ModelFacts(**given)).layout
+
+
+def test_a_model_whose_keys_would_be_a_namespaces_is_refused() -> None:
+    with pytest.raises(LayoutError, match="model name 'a::m': must not hold '::'"):
+        layout_of(config(KVCacheGroupSpec([name(0)], SPECS[GroupKind.FULL])), model="a::m")
 
 
 # -- specifications ----------------------------------------------------------------------------------------------------
