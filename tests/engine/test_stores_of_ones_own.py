@@ -119,7 +119,7 @@ def test_numbers_of_any_kind_are_taken(attributes: dict[str, Any]) -> None:
 
 def test_a_class_is_no_store() -> None:
     with pytest.raises(ConfigError, match=r"store MemoryStore is a class; give an instance of it, as MemoryStore\(\.\.\.\)"):
-        BlockingEngine(full_layout(), MemoryStore, {})  # type: ignore[arg-type]
+        BlockingEngine(full_layout(), MemoryStore, {})  # type: ignore[arg-type]  # a class is the mistake
 
 
 @pytest.mark.parametrize("bases", [None, [1, 2]])
@@ -262,7 +262,7 @@ def test_where_a_store_raised_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
         (mine.in_a_library, "(char 1) (mine_raising.py:11)"),
         (mine.too_few, "takes 1 positional argument but 3 were given"),
     ):
-        store.put_open = call  # type: ignore[method-assign]
+        store.put_open = call  # type: ignore[method-assign]  # what a store of one's own may do
         for behind in (store, FaultyStore(store)):
             with pytest.raises(StoreCallError) as raised:
                 CheckedStore(behind).put_open(["k"], [1])
@@ -271,7 +271,7 @@ def test_where_a_store_raised_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_place_stands_behind_a_long_text_too() -> None:
     store = Named(name="n" * 80)
-    store.put_commit = raises(ValueError("x" * 500))  # type: ignore[method-assign]
+    store.put_commit = raises(ValueError("x" * 500))  # type: ignore[method-assign]  # as above
     with pytest.raises(StoreCallError) as raised:
         CheckedStore(store).put_commit(["k"])
     assert reason(raised.value) == f"{raised.value}"
