@@ -6,9 +6,10 @@ makes the code under test slow, and must break it; otherwise the guard would gua
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,14 @@ def slow(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
     return slowed
 
 
+@contextlib.contextmanager
+def far_store() -> Iterator[None]:
+    """Transfers that take their time without a core, as over a network: a busy machine makes them no longer."""
+    with pytest.MonkeyPatch.context() as patch:
+        _slow_ranges(patch, 0.003)
+        yield
+
+
 def figures(module: Any, sizes: Any) -> list[Figure]:
     return list(module.measure(sizes, lambda _: None).figures)
 
@@ -50,77 +59,83 @@ def case(found: list[Figure], *words: str) -> Figure:
     return figure
 
 
-def copy_holds() -> bool:
+def copy_strain() -> float:
     """Target 1.0 of a one-thread copy; so few bytes hide the cost of a step less."""
     found = figures(copy, copy.Sizes(4, 32, (64,), (1,), 3, 1 << 30))
-    return all(case(found, call, "one-thread").ratio > 0.02 for call in ("put", "get"))
+    return max(0.02 / case(found, call, "one-thread").ratio for call in ("put", "get"))
 
 
-def hooks_hold() -> bool:
+def hooks_strain() -> float:
     """Target 25 µs, some three bare wakes; and 1.2 from one block to many."""
     found = figures(hooks, hooks.Sizes(4, 64, 4, 3, 1e-4))
-    return (
-        case(found, "uvloop", "one block, p50 / bare wake", "numpy").ratio < 40 and case(found, "compute, 64 blocks").ratio < 5
+    return max(
+        case(found, "uvloop", "one block, p50 / bare wake", "numpy").ratio / 40, case(found, "compute, 64 blocks").ratio / 5
     )
 
 
-def step_holds() -> bool:
+def step_strain() -> float:
     """What 64 times the blocks cost must not be more than 64 times as much: 0.3 µs beside 60 µs is far less."""
     found = figures(step, step.Sizes(6, 0, (1,), (1, 64), (1,), 3))
-    return all(case(found, kind, "64 requests of 1 blocks").ratio < 16 for kind in step.KINDS)
+    return max(case(found, kind, "64 requests of 1 blocks").ratio / 16 for kind in step.KINDS)
 
 
-def overlap_holds() -> bool:
+def overlap_strain() -> float:
     """Target 1.1, which hides nine tenths of the shorter of compute and transfer; here a third of it will do."""
-    sizes, work = overlap.Sizes(12, 8, 256, 3), DeviceCompute()
+    sizes, work = overlap.Sizes(20, 8, 16, 3), DeviceCompute()
+    shown = []
     for kind in overlap.KINDS:
-        with overlap.Bench(kind, sizes) as bench:
+        with far_store(), overlap.Bench(kind, sizes) as bench:
             transfer, taken = overlap._taken(bench, work, sizes)
         hidden = [(compute + transfer - both) / min(compute, transfer) for compute, both in taken.values()]
-        if statistics.median(hidden) < 1 / 3:
-            return False
-    return True
+        shown.append(1 - statistics.median(hidden))
+    return max(shown) / (2 / 3)
 
 
-def replay_holds() -> bool:
+def replay_strain() -> float:
     """Target 3 for short ranges."""
-    return all(figure.ratio < 20 for figure in figures(replay, replay.Sizes(8 << 20, 3, 2, models=(SEED,))))
+    return max(figure.ratio for figure in figures(replay, replay.Sizes(8 << 20, 3, 2, models=(SEED,)))) / 20
 
 
-def layered_holds() -> bool:
+def layered_strain() -> float:
     """Target 1; with twice as much compute as transfers nearly all of the tail is hidden."""
-    return case(figures(layered, layered.Sizes(8, 8, 8, 128, 2)), "device compute 2x", "tail").ratio < 0.7
+    sizes, work = layered.Sizes(16, 8, 8, 16, 3), DeviceCompute()
+    with far_store(), layered.Pass(sizes) as ours, layered.Pass(sizes) as whole:
+        layer_s = sum(ours.run(work, 0, whole=False)) / sizes.layers
+        taken = layered._taken(ours, whole, work, work.calls_for(2 * layer_s), sizes)
+    (_, tail, _), (_, whole_tail, _) = (times.medians() for times in taken)
+    return tail / whole_tail / 0.7
 
 
-def groups_hold() -> bool:
+def groups_strain() -> float:
     """Target 1.2; with fewer blocks the fixed cost of a group weighs more."""
-    return all(figure.ratio < 2.5 for figure in figures(groups, groups.Sizes(20, (512,), 5)))
+    return max(figure.ratio for figure in figures(groups, groups.Sizes(20, (512,), 5))) / 2.5
 
 
-def memory_holds() -> bool:
+def memory_strain() -> float:
     """Target 1.01 over 100,000 requests; here the store and the story book are full, and so flat, after fewer of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(story, "MOST_REQUESTS", 64)
         found = memory.answer(800, memory.run(800, 1 << 20)).figures
-    return case(list(found), "allocated blocks", "at the end").ratio < 1.02
+    return (case(list(found), "allocated blocks", "at the end").ratio - 1) / 0.02
 
 
-def state_rows_hold() -> bool:
+def state_rows_strain() -> float:
     """Target 0.8."""
     pytest.importorskip("torch")
     row = state_rows.Row(64, 4 << 20, state_rows._measure(64 << 10, 4 << 20, 5))
-    return min(row.rate(state_rows.GATHER), row.rate(state_rows.SCATTER)) > 0.2
+    return 0.2 / min(row.rate(state_rows.GATHER), row.rate(state_rows.SCATTER))
 
 
 @dataclass(frozen=True)
 class Guard:
-    holds: Callable[[], bool]
+    strain: Callable[[], float]
+    """The worst figure as a multiple of what is allowed; above 1 it breaks the guard."""
     mutate: Callable[[pytest.MonkeyPatch], None]
 
 
-def _slow_ranges(patch: pytest.MonkeyPatch) -> None:
+def _slow_ranges(patch: pytest.MonkeyPatch, seconds: float = 0.06) -> None:
     for name in ("put_ranges", "get_ranges"):
-        patch.setattr(MemoryStore, name, slow(0.06, getattr(MemoryStore, name)))
+        patch.setattr(MemoryStore, name, slow(seconds, getattr(MemoryStore, name)))
 
 
 def _slow_signal(patch: pytest.MonkeyPatch) -> None:
@@ -151,7 +166,7 @@ def _saves_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def _saves_at_the_end(patch: pytest.MonkeyPatch) -> None:
-    """Every signal's save is put off until the step ends."""
+    """Every signal's save is put off until the step ends, and then there is one at a time."""
     signal, finish = StepDriver.signal, StepDriver.finish
 
     def signalling(self: StepDriver, state: Any, layer: int, event: Any, phase: Any, **_: object) -> None:
@@ -160,6 +175,7 @@ def _saves_at_the_end(patch: pytest.MonkeyPatch) -> None:
     def finishing(self: StepDriver, state: Any, event: Any) -> None:
         for layer in sorted(state.save_layers):
             signal(self, state, layer, event, Phase.EXIT)
+            state.saves[layer].latch.wait(10.0)
         finish(self, state, event)
 
     patch.setattr(StepDriver, "signal", signalling)
@@ -179,7 +195,7 @@ def _leak(patch: pytest.MonkeyPatch) -> None:
     forget = BlockingEngine.forget
 
     def forgetting(self: BlockingEngine, request_id: str) -> None:
-        kept.extend([request_id, i] for i in range(100))
+        kept.extend([request_id, i] for i in range(400))
         forget(self, request_id)
 
     patch.setattr(BlockingEngine, "forget", forgetting)
@@ -192,25 +208,28 @@ def _slow_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 GUARDS = {
-    "copy": Guard(copy_holds, _slow_ranges),
-    "hooks": Guard(hooks_hold, _slow_signal),
-    "step": Guard(step_holds, _quadratic_opens),
-    "overlap": Guard(overlap_holds, _saves_wait),
-    "replay": Guard(replay_holds, _slow_lookups),
-    "layered": Guard(layered_holds, _saves_at_the_end),
-    "groups": Guard(groups_hold, _slow_plans),
-    "memory": Guard(memory_holds, _leak),
-    "state-rows": Guard(state_rows_hold, _slow_rows),
+    "copy": Guard(copy_strain, _slow_ranges),
+    "hooks": Guard(hooks_strain, _slow_signal),
+    "step": Guard(step_strain, _quadratic_opens),
+    "overlap": Guard(overlap_strain, _saves_wait),
+    "replay": Guard(replay_strain, _slow_lookups),
+    "layered": Guard(layered_strain, _saves_at_the_end),
+    "groups": Guard(groups_strain, _slow_plans),
+    "memory": Guard(memory_strain, _leak),
+    "state-rows": Guard(state_rows_strain, _slow_rows),
 }
 """`lookup` and `mooncake` have theirs where what they need is there: test_rows.py, tests/mooncake/test_commands.py."""
 
 
 @pytest.mark.parametrize("name", GUARDS)
 def test_it_stays_near_its_target(name: str) -> None:
-    assert any(GUARDS[name].holds() for _ in range(TRIES))
+    strains: list[float] = []
+    while len(strains) < TRIES and not any(strain < 1 for strain in strains):
+        strains.append(GUARDS[name].strain())
+    assert min(strains) < 1, strains
 
 
 @pytest.mark.parametrize("name", GUARDS)
 def test_a_slowed_one_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     GUARDS[name].mutate(monkeypatch)
-    assert not GUARDS[name].holds()
+    assert GUARDS[name].strain() > 1
