@@ -24,6 +24,9 @@ from kvactors.errors import LayoutError
 NAMESPACE_MARK = "::"
 """Stands between a namespace and the model's name in every key."""
 
+MOST_LAYERS = 1 << 16
+"""Of a model: no real one comes near. What is made for each layer, whether it has a cache or not, would take the memory."""
+
 _NAMESPACE = re.compile(r"[A-Za-z0-9._/-]+")
 
 
@@ -110,6 +113,8 @@ class Group:
         layers: dict[int, tuple[CacheEntry, ...]] = {}
         for layer in sorted(self.layers):
             _whole(f"{where}: layer number", layer, 0)
+            if layer >= MOST_LAYERS:
+                raise LayoutError(f"{where}: layer number = {layer}: must be less than {MOST_LAYERS}; count layers from 0")
             entries = tuple(sorted(self.layers[layer], key=lambda e: e.name))
             if not entries:
                 raise LayoutError(f"{where}, layer {layer}: has no entries; leave the layer out or give it one")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -154,10 +156,30 @@ class _LogFile:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Opens without waiting for somebody to read a pipe, which could be forever."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
-    os.set_blocking(descriptor, True)
+    """Opens without waiting for somebody to read a pipe, which could be forever. A file is for this run alone, and is emptied.
+
+    Raises:
+        BlockingIOError: another run writes this file.
+    """
+    descriptor = os.open(path, (flags & ~os.O_TRUNC) | os.O_NONBLOCK, 0o666)
+    try:
+        os.set_blocking(descriptor, True)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            _lock(descriptor)
+            os.ftruncate(descriptor, 0)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
+
+
+def _lock(descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # a file system without locks
+        pass
 
 
 def _write(err: Console, *outputs: _Output) -> bool:
@@ -175,5 +197,7 @@ def _write(err: Console, *outputs: _Output) -> bool:
 
 
 def _cannot_write(err: Console, path: str | None, error: Exception) -> None:
-    why = "nobody reads this pipe" if isinstance(error, OSError) and error.errno == errno.ENXIO else None
+    why = None
+    if isinstance(error, OSError):
+        why = {errno.ENXIO: "nobody reads this pipe", errno.EWOULDBLOCK: "another run is writing it"}.get(error.errno or 0)
     err.print(f"kvactors: {path}: cannot be written: {why or getattr(error, 'strerror', None) or error}", soft_wrap=True)

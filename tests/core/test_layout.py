@@ -365,6 +365,7 @@ BAD = [
     ("chunk missing", lambda: group(0, [0], GroupKind.CHUNKED_LOCAL), "needs chunk_tokens"),
     ("chunk on state", lambda: group(0, [0], GroupKind.STATE, chunk_tokens=8), "only for kind chunked_local, not for state"),
     ("negative layer", lambda: group(0, [-1]), "group 0: layer number = -1"),
+    ("layer beyond any model", lambda: group(0, [65_536]), "group 0: layer number = 65536: must be less than 65536"),
     ("layer without entries", lambda: Group(0, GroupKind.FULL, 16, {0: []}), "group 0, layer 0: has no entries"),
     ("entry twice", lambda: Group(0, GroupKind.FULL, 16, {3: [*KV, *KV]}), "group 0, layer 3: entry 'kv' is given twice"),
     ("entry without a name", lambda: CacheEntry("", 8), "entry name ''"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import io
 import json
 import os
@@ -251,6 +252,21 @@ def test_a_pipe_that_nobody_reads_does_not_hang(tmp_path: Path) -> None:
     result = run(*REPLAY, "--stories", tmp_path / "pipe")
     assert (result.exit_code, "12 of 12" in result.stdout) == (1, True)
     assert "pipe: cannot be written: nobody reads this pipe" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--stories", "--event-log"])
+def test_a_file_that_another_run_writes_is_left_to_it(tmp_path: Path, option: str) -> None:
+    path = tmp_path / "kept"
+    with path.open("wb") as other:
+        other.write(b"of another run")
+        other.flush()
+        fcntl.flock(other, fcntl.LOCK_EX)
+        result = run(*REPLAY, "--virtual", option, path)
+        assert (result.exit_code, "12 of 12" in result.stdout) == (1, True)
+        assert "kept: cannot be written: another run is writing it" in result.stderr
+        assert path.read_text() == "of another run"
+    assert run(*REPLAY, "--virtual", option, path).exit_code == 0
+    assert not path.read_text().startswith("of another run")
 
 
 def test_a_name_that_is_no_utf_8(tmp_path: Path) -> None:

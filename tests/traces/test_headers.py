@@ -81,3 +81,35 @@ def test_pythons_own_numbers_are_none(tmp_path: Path, line: str) -> None:
     path.write_text(f"time,tokens\n{line}\n")
     with pytest.raises(TraceError, match=r"is not a (whole )?number"):
         scan_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("output_lenght", "output_length"),
+        ("Input_Length", "input_length"),
+        (" block_tokens", "block_tokens"),
+        ("block-tokens", "block_tokens"),
+    ],
+)
+@pytest.mark.parametrize("csv", [True, False], ids=["csv", "json"])
+def test_a_name_that_is_nearly_one_of_ours_is_not_left_out(tmp_path: Path, name: str, meant: str, csv: bool) -> None:
+    path = tmp_path / "x"
+    if csv and name.strip() == meant:
+        return  # blanks around cells do not count
+    path.write_text(f"time,tokens,{name}\n0,1 2 3,5\n" if csv else f'{{"time": 0, "tokens": [1, 2, 3], "{name}": 5}}\n')
+    for skip_bad in (False, True):
+        with pytest.raises(TraceError) as caught:
+            scan_trace(path, skip_bad=skip_bad)
+        assert caught.value.line == 1
+        problem = f"is no {'column' if csv else 'field'} that is read; did you mean {meant}? If not, rename it, or take it out"
+        assert (caught.value.field, caught.value.problem.split("; all ")[0]) == (name, problem)
+
+
+@pytest.mark.parametrize("names", ["time,tokens,time_s", "time,tokens,hash", "time_ms,tokens,timestamp,token,id,outputs,chars"])
+def test_names_that_are_like_what_is_given_are_left_out(tmp_path: Path, names: str) -> None:
+    cells = ",".join("1" for _ in names.split(","))
+    csv, rows = tmp_path / "x.csv", tmp_path / "x.jsonl"
+    csv.write_text(f"{names}\n{cells}\n")
+    rows.write_text("{" + ", ".join(f'"{n}": {"[1]" if n == "tokens" else 1}' for n in names.split(",")) + "}\n")
+    assert [scan_trace(path).input_tokens for path in (csv, rows)] == [1, 1]

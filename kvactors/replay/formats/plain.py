@@ -8,9 +8,10 @@ prompt up to its end: both give the same.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -35,6 +36,9 @@ TOKEN_BLOCK_TOKENS = 16
 """Tokens are cut into blocks of so many; what two prompts share beyond a multiple of it is not seen."""
 
 COLUMNS = ("time", "time_ms", "tokens", "hashes", "block_tokens", "input_length", "output_length")
+LIKE = 0.85
+"""A name that is so much like one of `COLUMNS`, by `difflib`, was meant to be it."""
+
 MOST_DIGITS = 40
 """Of a number in CSV; 2^64 has 20."""
 
@@ -112,6 +116,7 @@ class JsonRows(_PlainRows):
     def __init__(self) -> None:
         super().__init__()
         self._decoder = msgspec.json.Decoder(_Row)
+        self._known = False
 
     def parse(self, line: bytes, number: int) -> TraceRequest:
         try:
@@ -120,7 +125,11 @@ class JsonRows(_PlainRows):
             raise in_field(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _no_json(line, error) from None
-        return self._request(row, number)
+        if not self._known:
+            _refuse_misspelt(msgspec.json.decode(line, type=dict[str, msgspec.Raw]), "field")
+        request = self._request(row, number)
+        self._known = True
+        return request
 
 
 def _no_json(line: bytes, error: Exception) -> RowError:
@@ -186,7 +195,21 @@ def _header(cells: list[str], *, explain: bool) -> list[str]:
     for name in COLUMNS:
         if cells.count(name) > 1:
             raise RowError(name, "is a column twice")
+    _refuse_misspelt(cells, "column")
     return cells
+
+
+def _refuse_misspelt(names: Collection[str], what: str) -> None:
+    """Other names are left out; but one that was meant to be read must not be, for nobody would see it."""
+    given = set(names)
+    missing = set(COLUMNS) - given
+    for either in (_TIMES.keys(), _PROMPTS):
+        if not given.isdisjoint(either):
+            missing -= either
+    for name in names:
+        close = difflib.get_close_matches(name[:100].strip().lower(), missing, n=1, cutoff=LIKE)
+        if name not in COLUMNS and close:
+            raise RowError(name, f"is no {what} that is read; did you mean {close[0]}? If not, rename it, or take it out")
 
 
 def _hint(cells: Sequence[str]) -> str:
