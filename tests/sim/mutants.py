@@ -1,10 +1,11 @@
 """Seeded bugs: each breaks one rule of the engine, and the simulator must notice.
 
-A mutant is a function that patches the engine's classes with pytest's monkeypatch; its name says what it breaks.
+A mutant is a function that patches the engine's classes; its name says what it breaks.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,26 @@ from kvactors.core.taint import Taints
 from kvactors.engine.driver import StepDriver
 from kvactors.messages import Commit, EndGroup, Kind, LayerReady, Transfer, TransferDone
 
-Patch = pytest.MonkeyPatch
+
+class Patch:
+    """pytest's monkeypatch, for methods that take what those take in whose place they are put.
+
+    Others would raise by themselves, and the simulator would notice that instead of the bug.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+
+    def setattr(self, owner: Any, name: str, value: Any) -> None:
+        real = getattr(owner, name)
+        if inspect.isfunction(real):
+            taken = inspect.signature(real).parameters.values()
+            named = {p.name: p for p in taken if p.kind is p.KEYWORD_ONLY}
+            inspect.signature(value).bind(*[p for p in taken if p.name not in named], **named)
+            assert inspect.iscoroutinefunction(value) == inspect.iscoroutinefunction(real), name
+        self._monkeypatch.setattr(owner, name, value)
+
+
 MUTANTS: dict[str, tuple[Callable[[Patch], None], str]] = {}
 """name -> (patch, preset under which it must be caught)"""
 
@@ -320,20 +340,20 @@ def batches_beyond_their_limit(patch: Patch) -> None:
 @mutant("lost-master")
 def stale_sessions_written(patch: Patch) -> None:
     """A lost master voids no session."""
-    patch.setattr(TransferPool, "epoch", property(lambda self: 0, lambda self, value: None), raising=False)
 
-    from kvactors.simulate import world
+    async def lost(self: Any, message: Any) -> None:
+        if message.unreachable:
+            self.watch.unreachable()
 
-    real = TransferPool._note_store
-    known: dict[int, int] = {}
+    real = TransferPool.submit_together
 
-    def note(self: Any, job: Any, outcomes: Any, epoch: int) -> None:
-        if Outcome.UNREACHABLE in outcomes:
-            known[id(self)] = known.get(id(self), 0) + 1
-        real(self, job, outcomes, epoch)
+    def submit(self: Any, jobs: Any) -> None:
+        for job in jobs:
+            job.epoch = -1
+        real(self, jobs)
 
-    patch.setattr(TransferPool, "_note_store", note)
-    patch.setattr(world, "_epoch_of", lambda engine: known.get(id(engine._pool), 0))
+    patch.setattr(Coordinator, "_store_lost", lost)
+    patch.setattr(TransferPool, "submit_together", submit)
 
 
 @mutant("flaky-store")

@@ -17,7 +17,7 @@ from kvactors.simulate.run import Totals, command, run_seeds, scenario, shrink
 from kvactors.simulate.store import Mishap, SimulatedPool, SimulatedStore
 from kvactors.simulate.world import Outcomes, Scenario, World
 from tests.sim.corpus import CORPUS
-from tests.sim.mutants import MUTANTS
+from tests.sim.mutants import MUTANTS, Patch
 
 pytestmark = pytest.mark.sim
 
@@ -111,7 +111,7 @@ def test_another_seed_gives_another_log() -> None:
 
 def test_a_failing_run_gets_smaller_and_is_repeated_by_one_command(monkeypatch: pytest.MonkeyPatch) -> None:
     patch, preset = MUTANTS["coverage_counts_failed_ranges"]
-    patch(monkeypatch)
+    patch(Patch(monkeypatch))
     failing = next(s for s in (scenario(seed, preset) for seed in range(100)) if World(s).run().violations)
     small = shrink(failing)
     again = World(small).run()
