@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvactors.actors.actor import Actor
@@ -17,17 +17,18 @@ from kvactors.actors.draining import DrainExpired, Draining
 from kvactors.actors.lookups import Find, LookupDone, LookupExpired, Lookups
 from kvactors.actors.mailbox import Mailbox
 from kvactors.actors.pool import TransferPool
+from kvactors.actors.run import Run, named
 from kvactors.actors.step_state import StepState
 from kvactors.actors.store_watch import ProbeDone, ProbeNow, StoreWatch
+from kvactors.actors.telling import Telling
 from kvactors.core.clock import Clock
 from kvactors.core.config import EngineConfig
 from kvactors.core.layout import KVLayout, group_hashes
 from kvactors.core.observe import Observer
 from kvactors.core.reachability import Hit
-from kvactors.core.sessions import Record, SessionTable
+from kvactors.core.sessions import SessionTable
 from kvactors.core.stats import EngineStats
 from kvactors.core.steps import GroupBlocks, ReleaseReason
-from kvactors.core.story import WHOLE_REQUEST
 from kvactors.core.taint import Taints
 from kvactors.log import get_logger
 from kvactors.messages import (
@@ -59,23 +60,6 @@ log = get_logger("kvactors.coordinator")
 
 ABANDON_GRACE_S = 0.5
 """How long the revokes that a drain's deadline asks for may take before their keys are abandoned."""
-
-
-@dataclass(slots=True, eq=False)
-class Run:
-    """One step, or one `LoadBlocks`, as the coordinator sees it: which groups still owe which answer."""
-
-    state: StepState
-    preparing: set[int] = field(default_factory=set)
-    ending: set[int] = field(default_factory=set)
-    settling: set[int] = field(default_factory=set)
-    held: deque[Any] = field(default_factory=deque)
-    active: bool = False
-    failed: str = ""
-    end_asked: bool = False
-    end_sent: bool = False
-    released: set[str] = field(default_factory=set)
-    """requests of a load outside steps that were aborted while others of it go on"""
 
 
 @dataclass(slots=True)
@@ -119,8 +103,7 @@ class Coordinator(Actor):
         self._releases: list[ReleaseRequest] = []
         self._drain = Draining(stats)
         self._degraded = ""
-        self.record: Record | None = None
-        """notes what happens to whole requests; None = nobody wants to know"""
+        self.telling = Telling()
 
     async def handle(self, message: Any) -> None:
         match message:
@@ -185,7 +168,7 @@ class Coordinator(Actor):
             self._pass_through(self._open, refusal)
             return
         saving = frozenset(r.request_id for r in state.requests.values() if not self._taints.check(r))
-        self._tell_begin(state)
+        self.telling.begins(state)
         await self._prepare(self._open, message.event, saving)
 
     def _refusal(self) -> str:
@@ -220,7 +203,7 @@ class Coordinator(Actor):
         self._stats.steps_passed_through += 1
         run.active = True
         run.failed = reason
-        self._tell_all(run.state, f"step {run.state.id} passes through ({reason})")
+        self.telling.passes_through(run.state, reason)
         run.state.pass_through(reason)
 
     async def _prepared(self, message: Prepared | PrepareFailed) -> None:
@@ -236,7 +219,7 @@ class Coordinator(Actor):
     async def _prepare_expired(self, step: int) -> None:
         run = self._runs.get(step)
         if run is not None and not run.active:
-            run.failed = run.failed or f"{_groups(run.preparing)} were not prepared before the deadline"
+            run.failed = run.failed or f"{named(run.preparing)} were not prepared before the deadline"
             await self._activate(run)
 
     async def _activate(self, run: Run) -> None:
@@ -262,7 +245,7 @@ class Coordinator(Actor):
         """Every put that the preparation opened, in any group, is revoked; gets are released; loads are reported failed."""
         log.warning("preparation failed; the step passes through", step=run.state.id, reason=run.failed)
         self._stats.steps_passed_through += 1
-        self._tell_all(run.state, f"step {run.state.id} is rolled back (preparation failed: {run.failed})")
+        self.telling.rolled_back(run.state, run.failed)
         run.state.passed_through = True
         if run.state.load_layers:
             run.state.fail_layer(run.state.load_layers[0], f"preparation failed: {run.failed}")
@@ -307,7 +290,7 @@ class Coordinator(Actor):
         run.end_asked = True
         run.held.clear()
         run.failed = run.failed or f"aborted: {reason}"
-        self._tell_all(run.state, f"step {step} is aborted ({reason})")
+        self.telling.aborted(run.state, reason)
         self._pool.cancel(step)
         run.active = True  # a preparation still under way is not waited for
         self._stop_prepare_timer(run)
@@ -359,9 +342,7 @@ class Coordinator(Actor):
     def _note_failures(self, state: StepState) -> None:
         for failure in state.failures().values():
             self._taints.add(failure)
-            if self.record is not None:
-                what = f"load failed from token {failure.first_token} on ({failure.reason})"
-                self.record(failure.request_id, WHOLE_REQUEST, WHOLE_REQUEST, what)
+            self.telling.load_failed(failure)
 
     async def _begin_next(self) -> None:
         if self._open is None and self._next:
@@ -388,7 +369,7 @@ class Coordinator(Actor):
             run.end_asked = True
             await self._check_end(run)
             return
-        self._tell_begin(state)
+        self.telling.begins(state)
         await self._prepare(run, message.event, frozenset())
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -423,9 +404,10 @@ class Coordinator(Actor):
         for m in due:
             if m.reason is not ReleaseReason.PREEMPTED:
                 self._taints.forget(m.request_id)
-            if self.record is not None:
-                what = "forgotten" if m.answer is _nobody else f"released ({m.reason.value})"
-                self.record(m.request_id, WHOLE_REQUEST, WHOLE_REQUEST, what)
+            if m.answer is _nobody:
+                self.telling.forgotten(m.request_id)
+            else:
+                self.telling.released(m.request_id, m.reason.value)
             m.answer()
 
     # -- the store, and trouble ----------------------------------------------------------------------------------------
@@ -473,7 +455,7 @@ class Coordinator(Actor):
         """What the groups could not end in time is abandoned; every step is given up, its destinations are fenced."""
         if not self._drain.abandoned(message):
             return
-        left = [f"step {r.state.id}: {_waits_for(r)}" for r in self._runs.values()]
+        left = [f"step {r.state.id}: {r.waits_for()}" for r in self._runs.values()]
         for run in list(self._runs.values()):
             self._fence(run.state.give_up("the drain's deadline passed"))
             self._states.pop(run.state.id, None)
@@ -499,24 +481,6 @@ class Coordinator(Actor):
                     message.answer(["the engine ended before it was drained"])
         self._drain.fail("the engine ended before it was drained")
 
-    # -- stories -------------------------------------------------------------------------------------------------------
-
-    def _tell_begin(self, state: StepState) -> None:
-        if self.record is None:
-            return
-        kind = "step" if state.windowed else "load"
-        for request_id, problem in state.problems.items():
-            self.record(request_id, WHOLE_REQUEST, WHOLE_REQUEST, f"left out of {kind} {state.id} ({problem})")
-        for r in state.requests.values():
-            loads, saves = _count(b.load for b in r.groups.values()), _count(b.save for b in r.groups.values())
-            what = f"{kind} {state.id} begins: {loads} blocks to load, {saves} to save"
-            self.record(r.request_id, WHOLE_REQUEST, WHOLE_REQUEST, what)
-
-    def _tell_all(self, state: StepState, what: str) -> None:
-        if self.record is not None:
-            for request_id in state.requests:
-                self.record(request_id, WHOLE_REQUEST, WHOLE_REQUEST, what)
-
     # -- sending -------------------------------------------------------------------------------------------------------
 
     async def _to_groups(self, run: Run, message: Any) -> None:
@@ -528,21 +492,5 @@ class Coordinator(Actor):
             await mailbox.send(message)
 
 
-def _count(blocks: Iterable[Sequence[int]]) -> int:
-    return sum(map(len, blocks))
-
-
 def _nobody() -> None:
     """Nobody waits for the end of this."""
-
-
-def _waits_for(run: Run) -> str:
-    if run.preparing:
-        return f"{_groups(run.preparing)} are preparing"
-    if run.ending:
-        return f"{_groups(run.ending)} have transfers under way"
-    return f"{_groups(run.settling)} have sessions without an end" if run.settling else "its end was not asked for"
-
-
-def _groups(ids: Iterable[int]) -> str:
-    return f"groups {', '.join(map(str, sorted(ids)))}"

@@ -1,8 +1,8 @@
 """The transfer pool: hands blocking store calls to a bounded set of workers, and answers for calls that do not return.
 
 The pool decides (which job, is it still allowed, what does its answer mean); who runs the calls is an `Executor`: our own
-daemon threads live, simulated workers under a virtual clock. Workers take the next job themselves, so that the event loop
-is not on the way from one transfer to the next.
+daemon threads live, simulated workers under a virtual clock; which call belongs to a job says `store_calls.py`. Workers take
+the next job themselves, so that the event loop is not on the way from one transfer to the next.
 
 Replies are posted under the pool's lock: whoever looks (`jobs_of`) sees a job, or finds its reply in the mailbox, and the
 answer of a lost call always stands before its late return.
@@ -18,48 +18,23 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from kvactors.actors.actor import Post
 from kvactors.actors.audit import AuditedStore
 from kvactors.actors.latch import Latch
-from kvactors.core.answers import reason
+from kvactors.actors.store_calls import StoreCalls
+from kvactors.actors.workers import Executor, Worker
 from kvactors.core.clock import Clock
 from kvactors.core.config import EngineConfig
 from kvactors.core.observe import Observer, Span
 from kvactors.core.queue import LOADS_ONLY, Priority, TransferQueue
 from kvactors.core.riders import Riders
 from kvactors.core.store import Outcome, Store
-from kvactors.errors import StoreCallError, StoreUnreachableError
 from kvactors.log import get_logger
-from kvactors.messages import Ask, Close, Commit, Job, JoinedTransfer, Kind, Open, Revoke, StoreLost, Transfer, TransferDone
+from kvactors.messages import Commit, Job, JoinedTransfer, Kind, Revoke, StoreLost, Transfer, TransferDone
 
 log = get_logger("kvactors.pool")
-
-
-class Worker:
-    """One transfer worker, whatever runs it."""
-
-    __slots__ = ("loads_only", "lost", "name")
-
-    def __init__(self, name: str, loads_only: bool) -> None:
-        self.name = name
-        self.loads_only = loads_only
-        self.lost = False
-
-
-class Executor(Protocol):
-    """Runs workers. Each loops: `job = pool.take(worker)`; None: sleep until woken; else `pool.run(job, worker)`."""
-
-    def start(self, pool: TransferPool, workers: Sequence[Worker]) -> None: ...
-
-    def wake(self, worker: Worker) -> None:
-        """The worker, which found nothing to do, should look again; called with the pool's lock held, must not block."""
-        ...
-
-    def replace(self, lost: Worker, fresh: Worker) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 class Running(NamedTuple):
@@ -105,7 +80,7 @@ class TransferPool:
         audit: AuditedStore | None = None,
     ) -> None:
         self.store: Store = store if audit is None else audit
-        self._audit = audit
+        self._calls = StoreCalls(self.store, clock, audit)
         self.epoch = 0
         self.lost_workers = 0
         self.joined_transfers = 0
@@ -241,7 +216,7 @@ class TransferPool:
     def call(self, job: Job) -> TransferDone:
         """Makes the job's store call."""
         started, epoch = self._clock.now(), self.epoch
-        outcomes, error = self._call(job, epoch)
+        outcomes, error = self._calls.make(job, epoch)
         return TransferDone(job, outcomes, started, self._clock.now(), epoch, error)
 
     def finish(self, worker: Worker, done: TransferDone) -> None:
@@ -338,70 +313,6 @@ class TransferPool:
             failed = [job for job in jobs if not waits or self._gated.pop(id(job), None) is not None]
             replies = [self._post(job, Outcome.EVENT_LOST) for job in failed]
         _settle(replies)
-
-    def _call(self, job: Job, epoch: int) -> tuple[list[Outcome], BaseException | None]:
-        count = job.count
-        if self._audit is not None:
-            self._audit.begin(epoch)
-        if 0 <= job.epoch != epoch:
-            return [Outcome.STALE] * count, None
-        try:
-            outcomes = self._dispatch(job)
-        except StoreUnreachableError as e:
-            return [Outcome.UNREACHABLE] * count, e
-        except BaseException as e:  # a worker outlives anything that a store raises
-            log.warning("store call failed", call=job.label, group=job.group_id, error=reason(e))
-            return [Outcome.CALL_FAILED] * count, e
-        if len(outcomes) != count:
-            return [Outcome.CALL_FAILED] * count, StoreCallError(f"{job.label}: {len(outcomes)} answers for {count} keys")
-        return outcomes, None
-
-    def _dispatch(self, job: Job) -> list[Outcome]:
-        store = self.store
-        match job:
-            case Transfer(kind=Kind.PUT):
-                return self._put(job)
-            case Transfer(kind=Kind.GET):
-                return self._get(job)
-            case Open(kind=kind):
-                keys = [s.key for s in job.sessions]
-                call = store.put_open if kind is Kind.PUT else store.get_open
-                return call(keys, [job.object_bytes] * len(keys))
-            case Commit():
-                return store.put_commit([s.key for s in job.sessions])
-            case Revoke():
-                return store.put_revoke([s.key for s in job.sessions])
-            case Close():
-                return store.get_close([s.key for s in job.sessions])
-            case Ask():
-                job.result = job.run(store)
-                return [Outcome.OK]
-            case _:
-                raise TypeError(f"no store call belongs to {job!r}")
-
-    def _put(self, job: Transfer) -> list[Outcome]:
-        """Range writes of sessions near the store's discard timeout could land in another object (I11): not made."""
-        if self._clock.now() - job.oldest_s > self.store.put_safe_age_s:
-            return [Outcome.STALE] * job.count
-        return self.store.put_ranges(job.call.batch)
-
-    def _get(self, job: Transfer) -> list[Outcome]:
-        """Renews leases that are half gone, and refuses what came in after the lease: its bytes may be another object's."""
-        store, batch = self.store, job.call.batch
-        gone: dict[str, Outcome] = {}
-        if self._clock.now() - job.oldest_s > store.lease_s / 2:
-            keys = list(dict.fromkeys(batch.keys))
-            renewed_at = self._clock.now()
-            answers = store.get_open(keys, [job.object_bytes] * len(keys))
-            gone = {k: o for k, o in zip(keys, answers, strict=True) if o is not Outcome.OK}
-            for each in (job, *job.parts):
-                each.oldest_s = renewed_at
-        outcomes = store.get_ranges(batch)
-        if self._clock.now() - job.oldest_s > store.lease_s:
-            return [Outcome.LEASE_EXPIRED] * job.count
-        if gone and len(outcomes) == len(batch.keys):
-            return [gone.get(k, o) for k, o in zip(batch.keys, outcomes, strict=True)]
-        return outcomes
 
     def _observe(self, worker: Worker, done: TransferDone) -> None:
         if self._observer is None:

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
 
-from kvactors.actors.pool import TransferPool, Worker
+from kvactors.actors.pool import TransferPool
+from kvactors.actors.workers import Worker
 
 
 class WorkerThreads:

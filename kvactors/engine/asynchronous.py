@@ -20,12 +20,13 @@ from kvactors.actors.fences import Fences
 from kvactors.actors.group import GroupActor
 from kvactors.actors.latch import Latch, SaveGate
 from kvactors.actors.mailbox import Mailbox
-from kvactors.actors.pool import Executor, TransferPool
+from kvactors.actors.pool import TransferPool
 from kvactors.actors.range_debug import RangeDebug
 from kvactors.actors.range_debug import wanted as range_debug_wanted
 from kvactors.actors.step_state import StepState
 from kvactors.actors.threads import WorkerThreads
 from kvactors.actors.undertaker import Undertaker
+from kvactors.actors.workers import Executor
 from kvactors.core.admission import hashes_problem
 from kvactors.core.answers import CheckedStore, listed, shown
 from kvactors.core.clock import Clock
@@ -531,7 +532,7 @@ class Engine:
         """Notes from now on what happens to each request, for `story`; some 25 MB at most. Asked for again, the same book."""
         if self._story is None:
             self._story = StoryBook(self.clock)
-            self._coordinator.record = self._story.record
+            self._coordinator.telling.record = self._story.record
             for actor in self._groups.values():
                 actor.table.record = self._story.record if self._range_debug is None else self._record
         return self._story

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from kvactors.actors.pool import TransferPool, Worker
+from kvactors.actors.pool import TransferPool
+from kvactors.actors.workers import Worker
 from kvactors.core.clock import Clock
 from kvactors.core.observe import Span
 from kvactors.messages import Job, TransferDone

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvactors.actors.pool import TransferPool, Worker
+from kvactors.actors.pool import TransferPool
+from kvactors.actors.workers import Worker
 from kvactors.messages import Job, Transfer, TransferDone
 from kvactors.simulate.loop import VirtualLoop
 

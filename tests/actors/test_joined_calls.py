@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvactors.actors.audit import AuditedStore
-from kvactors.actors.pool import TransferPool, Worker
+from kvactors.actors.pool import TransferPool
+from kvactors.actors.workers import Worker
 from kvactors.core.calls import RowPlan
 from kvactors.core.config import EngineConfig
 from kvactors.core.layout import CacheEntry, Group, GroupKind, KVLayout

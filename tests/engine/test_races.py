@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvactors.actors.pool import Worker
 from kvactors.actors.threads import WorkerThreads
+from kvactors.actors.workers import Worker
 from kvactors.core.layout import CacheEntry, Group, GroupKind, KVLayout
 from kvactors.core.steps import NULL_BLOCK, GroupBlocks, Phase, ReleaseReason, StepRequest
 from kvactors.core.store import Outcome

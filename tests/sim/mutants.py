@@ -21,6 +21,7 @@ from kvactors.actors.mailbox import Mailbox
 from kvactors.actors.pool import TransferPool
 from kvactors.actors.saver import Saver
 from kvactors.actors.step_state import LayerTask, StepState
+from kvactors.actors.store_calls import StoreCalls
 from kvactors.actors.undertaker import Undertaker
 from kvactors.core import loads as core_loads
 from kvactors.core.calls import RowPlan
@@ -152,23 +153,23 @@ def refcount_ignored(patch: Patch) -> None:
 
 @mutant("evicting")
 def no_age_check_on_reads(patch: Patch) -> None:
-    patch.setattr(TransferPool, "_get", lambda self, job: self.store.get_ranges(job.call.batch))
+    patch.setattr(StoreCalls, "_get", lambda self, job: self._store.get_ranges(job.call.batch))
 
 
 @mutant("slow-store")
 def no_age_check_on_writes(patch: Patch) -> None:
-    patch.setattr(TransferPool, "_put", lambda self, job: self.store.put_ranges(job.call.batch))
+    patch.setattr(StoreCalls, "_put", lambda self, job: self._store.put_ranges(job.call.batch))
 
 
 @mutant("flaky-store")
 def worker_exception_swallowed(patch: Patch) -> None:
-    real = TransferPool._call
+    real = StoreCalls.make
 
     def call(self: Any, job: Any, epoch: int) -> Any:
         outcomes, error = real(self, job, epoch)
         return ([Outcome.OK] * job.count, None) if error is not None else (outcomes, error)
 
-    patch.setattr(TransferPool, "_call", call)
+    patch.setattr(StoreCalls, "make", call)
 
 
 @mutant("flaky-store")
