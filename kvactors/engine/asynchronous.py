@@ -1,4 +1,4 @@
-"""The engine on the caller's own loop: builds the actors, supervises them, and answers its callers.
+"""The engine on the caller's own loop: what its callers ask for, and what they are answered; `crew.py` has who does it.
 
 Whatever breaks, wrong bytes are never used or published, and the model goes on: a step of an engine that cannot move
 anything passes through, with its loads reported failed.
@@ -6,26 +6,15 @@ anything passes through, with its loads reported failed.
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import anyio
-
-from kvactors.actors.audit import AuditedStore
-from kvactors.actors.coordinator import Coordinator
 from kvactors.actors.fences import Fences
-from kvactors.actors.group import GroupActor
 from kvactors.actors.latch import Latch, SaveGate
 from kvactors.actors.mailbox import Mailbox
 from kvactors.actors.pool import TransferPool
-from kvactors.actors.range_debug import RangeDebug
-from kvactors.actors.range_debug import wanted as range_debug_wanted
 from kvactors.actors.step_state import StepState
-from kvactors.actors.threads import WorkerThreads
-from kvactors.actors.undertaker import Undertaker
 from kvactors.actors.workers import Executor
 from kvactors.core.admission import hashes_problem
 from kvactors.core.answers import CheckedStore, listed, shown
@@ -35,39 +24,20 @@ from kvactors.core.events import DeviceEvent, Devices
 from kvactors.core.layout import KVLayout, finest_hash_tokens
 from kvactors.core.lookup import KeySpace
 from kvactors.core.observe import Observer
-from kvactors.core.ranges import Bases, group_ranges
+from kvactors.core.ranges import Bases
 from kvactors.core.reachability import Hit, Reachability
-from kvactors.core.sessions import Owner, SessionTable
-from kvactors.core.stats import EngineStats, GroupStats, SessionStats
+from kvactors.core.sessions import SessionTable
+from kvactors.core.stats import EngineStats
 from kvactors.core.steps import GroupBlocks, ReleaseReason, StepRequest
 from kvactors.core.store import Store, require_store
 from kvactors.core.story import StoryBook
-from kvactors.core.taint import Taints
 from kvactors.devices import CpuDevices, MonotonicClock
+from kvactors.engine.crew import CLOSED, Crew
 from kvactors.engine.driver import StepDriver
 from kvactors.engine.intake import Answer, Intake
 from kvactors.engine.steps import Step
-from kvactors.errors import ConfigError, DrainTimeout, EngineClosedError, EngineDeadError, EngineError, StepError
-from kvactors.log import get_logger
-from kvactors.messages import (
-    BeginStep,
-    Drain,
-    ForgetRequest,
-    GroupFailed,
-    LoadBlocks,
-    LoadDone,
-    Lookup,
-    ReleaseRequest,
-)
-
-log = get_logger("kvactors.engine")
-
-CLOSE_GRACE_S = 1.0
-"""How long `close` waits for store calls under way."""
-
-
-CLOSED = "the engine was closed"
-"""The one reason to give up that is no failure."""
+from kvactors.errors import ConfigError, DrainTimeout, EngineDeadError, StepError
+from kvactors.messages import BeginStep, Drain, ForgetRequest, LoadBlocks, LoadDone, Lookup, ReleaseRequest
 
 
 class Inside(NamedTuple):
@@ -135,87 +105,33 @@ class Engine:
         self.rng = random.Random(0) if rng is None else rng
         self.hash_tokens = finest_hash_tokens(layout.groups) if hash_tokens is None else hash_tokens
         self.reachability = Reachability(layout.groups, self.hash_tokens)
-        self._audit = AuditedStore(store, self.clock, config) if config.audit else None
-        self._stats = EngineStats(groups={g.id: GroupStats() for g in layout.groups}, sessions=SessionStats())
-        self._story: StoryBook | None = None
-        self._range_debug = RangeDebug() if range_debug_wanted() else None
         self._stages = list(stages) or [layout]
         self._keys: KeySpace | None = KeySpace(self._stages) if stages or layout.pp_size == 1 else None
-        self._states: dict[int, StepState] = {}
-        self.fences = Fences()
-        self.gate = SaveGate(config.max_pending_saves)
-        self._taints = Taints(self.reachability)
-        self._pool = TransferPool(
-            store,
-            config,
-            self.clock,
-            WorkerThreads() if executor is None else executor,
-            on_store_lost=lambda m: self._coordinator.mailbox.post(m),
-            observer=observer,
-            audit=self._audit,
-        )
-        self._groups = {
-            g.id: self._group_actor(
-                g.id, group_ranges(layout, g.id, bases, config, self._pool.good_range_bytes), tp_rank, observer
-            )
-            for g in layout.groups
-            if g.layers
-        }
-        group_layers = {gid: tuple(actor.context.ranges.layers) for gid, actor in self._groups.items()}
-        self._coordinator = Coordinator(
+        self.crew = Crew(
             layout,
-            self.hash_tokens,
-            groups={gid: actor.mailbox for gid, actor in self._groups.items()},
-            tables=[actor.table for actor in self._groups.values()],
-            states=self._states,
-            pool=self._pool,
-            stats=self._stats,
-            taints=self._taints,
-            find=self._find,
-            fence=self._fence,
-            config=config,
+            store,
+            bases,
+            config,
             clock=self.clock,
+            reachability=self.reachability,
+            hash_tokens=self.hash_tokens,
+            tp_rank=tp_rank,
+            find=self._find,
             observer=observer,
+            executor=executor,
         )
+        self.gate, self.fences = self.crew.gate, self.crew.fences
         self.driver = StepDriver(
             layout,
             config,
             self.gate,
             CpuDevices() if devices is None else devices,
             hookless_layers,
-            self._pool,
-            self._coordinator.mailbox.post,
+            self.crew.pool,
+            self.crew.coordinator.mailbox.post,
         )
-        self._intake = Intake(layout, self.hash_tokens, group_layers, self._stats)
-        self._dead: str = ""
-        self._started = False
-        self._stop: asyncio.Event | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    def _group_actor(self, group_id: int, ranges: Any, tp_rank: int, observer: Observer | None) -> GroupActor:
-        layout = self.layout
-        return GroupActor(
-            group_id,
-            ranges,
-            layout.key_parts(group_id, layout.head_of(group_id, tp_rank)),
-            stores=layout.stores(group_id, tp_rank),
-            table=SessionTable(group_id, self._stats.sessions, None if self._range_debug is None else self._record),
-            stats=self._stats.groups[group_id],
-            steps=self._states,
-            pool=self._pool,
-            config=self.config,
-            clock=self.clock,
-            upward=lambda m: self._coordinator.mailbox.post(m),
-            fences=self.fences,
-            observer=observer,
-            range_debug=self._range_debug,
-        )
-
-    def _record(self, request_id: str, group_id: int, block_index: int, what: str) -> None:
-        if self._story is not None:
-            self._story.record(request_id, group_id, block_index, what)
-        if self._range_debug is not None:
-            self._range_debug.session(what, Owner(request_id, group_id, block_index))
+        group_layers = {gid: tuple(actor.context.ranges.layers) for gid, actor in self.crew.groups.items()}
+        self._intake = Intake(layout, self.hash_tokens, group_layers, self.crew.stats)
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -225,28 +141,14 @@ class Engine:
         Raises:
             EngineClosedError: it was started before; make a new engine.
         """
-        if self._started:
-            raise EngineClosedError("this engine was started before; make a new one")
-        self._started = True
-        loop = asyncio.get_running_loop()
-        for actor in (self._coordinator, *self._groups.values()):
-            actor.mailbox.bind(loop)
-        self._stop = asyncio.Event()
-        self._pool.start()
-        self._task = asyncio.create_task(self._run(), name="kvactors engine")
+        self.crew.start()
 
     async def close(self) -> None:
         """Stops everything; what is under way is reported failed. Idempotent; does not close the store.
 
         Store calls under way get a second to return: until they do they may touch memory (`fenced_blocks`).
         """
-        if self._task is None or self._stop is None:
-            return
-        self._stop.set()
-        task, self._task = self._task, None
-        await task
-        if not await self._pool.stop().wait_async(CLOSE_GRACE_S):
-            log.warning("closed with store calls under way; they may still touch memory", fenced=len(self.fences))
+        await self.crew.close()
 
     async def __aenter__(self) -> Engine:
         await self.start()
@@ -254,51 +156,6 @@ class Engine:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    async def _run(self) -> None:
-        """The parent of all actors: whatever ends it, every waiter is answered."""
-        assert self._stop is not None
-        reason = CLOSED
-        try:
-            async with anyio.create_task_group() as actors:
-                for actor in self._groups.values():
-                    actors.start_soon(self._supervise, actor)
-                actors.start_soon(self._coordinator.run)
-                await self._stop.wait()
-                actors.cancel_scope.cancel()
-        except Exception as e:
-            reason = f"the engine died: {e!r}"
-            log.error("the engine died; the model goes on without a KV cache", error=repr(e), exc_info=True)
-        finally:
-            self.give_up(reason)
-
-    async def _supervise(self, actor: GroupActor) -> None:
-        """Runs a group's actor; if it crashes, the undertaker ends its sessions from the table and answers for it."""
-        try:
-            await actor.run()
-        except Exception as e:
-            log.error("a group's actor crashed; further steps pass through", actor=actor.name, error=repr(e), exc_info=True)
-            self._coordinator.mailbox.post(GroupFailed(actor.group_id, e))
-            undertaker = Undertaker(actor, self._states)
-            await undertaker.begin()
-            await undertaker.run()
-
-    def give_up(self, reason: str) -> None:
-        """Answers every waiter: nothing more will be moved. Called when the loop or the coordinator ended; any thread."""
-        self._dead = self._dead or reason
-        self._stats.state = "closed" if self._dead == CLOSED else "dead"
-        self._coordinator.stop_timers()
-        for actor in self._groups.values():
-            actor.stop_timers()
-        self._pool.stop()
-        for state in list(self._states.values()):
-            self._fence(state.give_up(reason))
-        self._states.clear()
-        self.gate.release_all()
-        self._coordinator.answer_all()
-
-    def _fence(self, blocks: Iterable[tuple[int, int]]) -> None:
-        self.fences.keep(blocks)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -311,35 +168,25 @@ class Engine:
         previous, self.driver.open_step = self.driver.open_step, state
         if previous is not None and not previous.ended.is_open:
             previous.aborted = True
-        if self._is_dead():
+        if self.crew.is_dead():
             self._refuse(state)
         elif state.groups or state.failed or (previous is not None and not previous.ended.is_open):
-            self._states[state.id] = state
+            self.crew.states[state.id] = state
             guard = self.driver.record() if event is None else event
-            self.post(BeginStep(state.id, list(state.requests.values()), guard))
-            if self._is_dead():  # died between the check and the post
+            self.crew.post(BeginStep(state.id, list(state.requests.values()), guard))
+            if self.crew.is_dead():  # died between the check and the post
                 self._refuse(state)
         else:
             state.ended.open()
             state.settled.open()
         return state
 
-    def _is_dead(self) -> bool:
-        return bool(self._dead)
-
     def _refuse(self, state: StepState) -> None:
-        self._stats.steps_passed_through += 1
-        state.pass_through(self._dead)
-        state.give_up(self._dead)
+        self.crew.stats.steps_passed_through += 1
+        state.pass_through(self.crew.dead)
+        state.give_up(self.crew.dead)
         if self.config.strict:
-            raise EngineDeadError(f"{self._dead}; begin no step on this engine")
-
-    def post(self, message: Any) -> None:
-        if not self._started:
-            raise EngineError("this engine was not started; use `async with engine:`, or `await engine.start()`")
-        self._coordinator.mailbox.post(message)
-        if self._dead:  # nobody reads any more
-            self._coordinator.answer_all()
+            raise EngineDeadError(f"{self.crew.dead}; begin no step on this engine")
 
     @property
     def patience_s(self) -> float:
@@ -370,10 +217,10 @@ class Engine:
             raise ConfigError(f"lookup: a deadline of {wait!r}; give seconds, more than 0")
         if self._keys is None:
             raise ConfigError(f"lookup: {self.layout.pp_size} pipeline stages; give Engine the layouts of all as `stages`")
-        if self._dead:
+        if self.crew.dead:
             answer.give(answer.value)
         else:
-            self.post(Lookup(hashes, prompt_tokens, wait, answer.give))
+            self.crew.post(Lookup(hashes, prompt_tokens, wait, answer.give))
         return answer
 
     async def lookup(self, hashes: Sequence[bytes], prompt_tokens: int, deadline_s: float | None = None) -> Hit:
@@ -401,13 +248,13 @@ class Engine:
         return self._begin_load(self._intake.state(requests, windowed=False), event)
 
     def _begin_load(self, state: StepState, event: DeviceEvent | None) -> StepState:
-        if self._is_dead():
+        if self.crew.is_dead():
             self._refuse(state)
             return state
-        self._states[state.id] = state
+        self.crew.states[state.id] = state
         guard = self.driver.record() if event is None else event
-        self.post(LoadBlocks(state.id, list(state.requests.values()), guard))
-        if self._is_dead():
+        self.crew.post(LoadBlocks(state.id, list(state.requests.values()), guard))
+        if self.crew.is_dead():
             self._refuse(state)
         return state
 
@@ -461,10 +308,10 @@ class Engine:
         latch = Latch()
         if not isinstance(request_id, str) or not isinstance(reason, ReleaseReason):
             raise ConfigError(f"release({request_id!r}, {reason!r}): give a request id and a ReleaseReason")
-        if self._dead:
+        if self.crew.dead:
             latch.open()
             return latch
-        self.post(ReleaseRequest(request_id, reason, latch.open))
+        self.crew.post(ReleaseRequest(request_id, reason, latch.open))
         step = self.driver.open_step
         if step is not None and request_id in step.requests:
             return _opened()
@@ -480,18 +327,18 @@ class Engine:
         """Drops the memory of the request's committed keys, after finish or abort."""
         if not isinstance(request_id, str):
             raise ConfigError(f"forget({request_id!r}): give a request id")
-        if not self._dead:
-            self.post(ForgetRequest(request_id))
+        if not self.crew.dead:
+            self.crew.post(ForgetRequest(request_id))
 
     def start_drain(self, deadline_s: float | None) -> Answer[list[str]]:
         answer: Answer[list[str]] = Answer([])
         wait = self.config.drain_deadline_s if deadline_s is None else deadline_s
         if not seconds(wait):
             raise ConfigError(f"drain: a deadline of {wait!r}; give seconds, more than 0")
-        if self._dead:
-            answer.give([] if self._dead == CLOSED else [f"the engine is dead: {self._dead}"])
+        if self.crew.dead:
+            answer.give([] if self.crew.dead == CLOSED else [f"the engine is dead: {self.crew.dead}"])
         else:
-            self.post(Drain(wait, answer.give))
+            self.crew.post(Drain(wait, answer.give))
         return answer
 
     async def drain(self, deadline_s: float | None = None) -> None:
@@ -514,38 +361,22 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of all counters."""
-        sessions = self._stats.sessions
-        tables = [a.table for a in self._groups.values()]
-        return dataclasses.replace(
-            self._stats,
-            groups={g: dataclasses.replace(s) for g, s in self._stats.groups.items()},
-            sessions=dataclasses.replace(sessions, revoked_by=dict(sessions.revoked_by)),
-            queued=self._pool.queued,
-            lost_workers=self._pool.lost_workers,
-            joined_transfers=self._pool.joined_transfers,
-            peak_pending_saves=self.gate.peak,
-            poisoned_keys=sorted(k for t in tables for k in list(t.poisoned)),
-            abandoned_keys=sorted(k for t in tables for k in list(t.abandoned)),
-        )
+        return self.crew.snapshot()
 
     def keep_stories(self) -> StoryBook:
         """Notes from now on what happens to each request, for `story`; some 25 MB at most. Asked for again, the same book."""
-        if self._story is None:
-            self._story = StoryBook(self.clock)
-            self._coordinator.telling.record = self._story.record
-            for actor in self._groups.values():
-                actor.table.record = self._story.record if self._range_debug is None else self._record
-        return self._story
+        return self.crew.keep_stories()
 
     def story(self, request_id: str) -> list[str]:
         """What happened to a request and its sessions, one line each, oldest first; nothing without `keep_stories`."""
-        return [] if self._story is None else self._story.tell(request_id)
+        return [] if self.crew.story is None else self.crew.story.tell(request_id)
 
     def inside(self) -> Inside:
         """The engine's own parts, for whoever looks on from another thread: to be read, never to be changed."""
-        tables = tuple(actor.table for actor in self._groups.values())
-        mailboxes = tuple(actor.mailbox for actor in (self._coordinator, *self._groups.values()))
-        return Inside(self.layout, self.config, self.clock, self._stats, tables, mailboxes, self._pool, self.gate, self.fences)
+        crew = self.crew
+        return Inside(
+            self.layout, self.config, self.clock, crew.stats, crew.tables, crew.mailboxes, crew.pool, crew.gate, crew.fences
+        )
 
     @property
     def fenced_blocks(self) -> frozenset[tuple[int, int]]:
@@ -554,7 +385,7 @@ class Engine:
 
     @property
     def lookup_errors(self) -> int:
-        return self._stats.lookup_errors
+        return self.crew.stats.lookup_errors
 
     @property
     def pending_saves(self) -> int:
@@ -563,16 +394,11 @@ class Engine:
 
     @property
     def invariants_checked(self) -> int:
-        return 1 + (0 if self._audit is None else self._audit.checked)
+        return 1 + (0 if self.crew.audit is None else self.crew.audit.checked)
 
     def violations(self) -> list[str]:
         """Every invariant found broken so far (with `audit`), and once drained, whether the session counts add up (I2)."""
-        found = [] if self._audit is None else list(self._audit.violations)
-        s = self._stats.sessions
-        ends = s.put_committed + s.put_revoked + s.put_poisoned + s.put_abandoned
-        if self._stats.state == "drained" and s.put_opened != ends:
-            found.append(f"I2: {s.put_opened} put sessions were opened, {ends} are accounted for")
-        return found
+        return self.crew.violations()
 
 
 def _opened() -> Latch:

@@ -20,7 +20,8 @@ from kvactors.core.stats import EngineStats
 from kvactors.core.steps import GroupBlocks, ReleaseReason, StepRequest
 from kvactors.core.store import Store
 from kvactors.core.story import StoryBook
-from kvactors.engine.asynchronous import CLOSED, Engine, Inside
+from kvactors.engine.asynchronous import Engine, Inside
+from kvactors.engine.crew import CLOSED
 from kvactors.engine.intake import Answer
 from kvactors.engine.steps import StepView
 from kvactors.errors import DeadlineError, EngineClosedError, StepError
@@ -53,7 +54,7 @@ class BlockingEngine:
         except BaseException as e:
             self._failed = e
         finally:
-            self._engine.give_up(CLOSED if self._failed is None else f"the loop died: {self._failed!r}")
+            self._engine.crew.give_up(CLOSED if self._failed is None else f"the loop died: {self._failed!r}")
             self._ready.set()
             self._end_tasks()
             self._loop.close()

@@ -69,7 +69,7 @@ class Driver:
     async def start(self) -> None:
         if self._crash_at >= 0:
             engine = self._rng.choice(list(self.engines))
-            victim: Any = self._rng.choice(list(engine._groups.values()))
+            victim: Any = self._rng.choice(list(engine.crew.groups.values()))
             self._plant_crash(victim)
         for engine in self.engines:
             await engine.start()
@@ -219,7 +219,7 @@ class Driver:
 
     def _note_fences(self) -> None:
         for local, engine in zip(self.blocks, self.engines, strict=True):
-            local.fenced = set(engine.fenced_blocks) | {w for s in engine._states.values() for w in s.fenced}
+            local.fenced = set(engine.fenced_blocks) | {w for s in engine.crew.states.values() for w in s.fenced}
 
     # -- loads outside steps -------------------------------------------------------------------------------------------
 

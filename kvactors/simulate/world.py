@@ -159,7 +159,7 @@ class World:
             for number in range(instances)
         ]
         engines = [engine for driver in self.drivers for engine in driver.engines]
-        self.watched = [(engine._audit, engine.gate) for engine in engines if engine._audit is not None]
+        self.watched = [(engine.crew.audit, engine.gate) for engine in engines if engine.crew.audit is not None]
 
     # -- building ------------------------------------------------------------------------------------------------------
 
@@ -315,7 +315,7 @@ class InvariantBroken(BaseException):
 
 
 def _epoch_of(engine: Engine) -> int:
-    return engine._pool.epoch
+    return engine.crew.pool.epoch
 
 
 def _blocks_to_run(layout: KVLayout) -> int:

@@ -86,7 +86,7 @@ class Rig:
 
     async def calls_returned(self) -> None:
         """Waits until calls past their deadline have returned and were dealt with: a lookup takes longer than a message."""
-        while any(self.engine._pool.lost_of(g.id) for g in self.layout.groups):
+        while any(self.engine.crew.pool.lost_of(g.id) for g in self.layout.groups):
             await self.engine.lookup(hashes(4, "nothing"), 64)
         await quiet(self)
 
@@ -209,5 +209,5 @@ async def quiet(rig: Rig) -> None:
     """Waits until no job is queued or running: each probe passes through every queue that a commit passes."""
     for _ in range(6):
         await rig.engine.lookup(hashes(4, "nothing"), 64)
-        while any(rig.engine._pool.jobs_of(g.id) for g in rig.layout.groups):
+        while any(rig.engine.crew.pool.jobs_of(g.id) for g in rig.layout.groups):
             await rig.engine.lookup(hashes(4, "nothing"), 64)

@@ -562,7 +562,7 @@ async def test_a_lost_master_voids_every_session_and_the_circuit_opens_and_close
         step, failed = await rig.run(rig.request("c", later, load={0: [0]}, first_id=9))
         assert failed[0] == {"c"}, "loads fail fast while the circuit is open"
         closed = threading.Event()
-        rig.engine._coordinator.watch.circuit.on_close = closed.set
+        rig.engine.crew.coordinator.watch.circuit.on_close = closed.set
         rig.store.revive()
         await asyncio.to_thread(closed.wait, PATIENCE_S)
         await rig.run(rig.request("d", later, save={0: [0, 1]}, first_id=5))
@@ -601,7 +601,7 @@ async def test_a_crashed_group_answers_every_waiter_and_leaves_no_session(
     async with Rig() as rig:
         fine = hashes(4)
         await rig.save("w", fine)
-        saver = rig.engine._groups[COMPRESSED]._saver
+        saver = rig.engine.crew.groups[COMPRESSED]._saver
         half = saver.opens if handler in ("prepare", "opened") else saver
         more = hashes(8)
         request = rig.request(
@@ -630,7 +630,7 @@ async def test_a_crashed_coordinator_lets_every_waiter_go(monkeypatch: pytest.Mo
         async def crash(*_: object) -> None:
             raise RuntimeError("crashed by the test")
 
-        monkeypatch.setattr(rig.engine._coordinator, "_of_step", crash)
+        monkeypatch.setattr(rig.engine.crew.coordinator, "_of_step", crash)
         step = rig.engine.begin_step([rig.request("a", fine, load={0: [0]}, first_id=5)], ManualEvent())
         assert await step.wait_layer(0) == {"a"}
         step.layer_ready(0)

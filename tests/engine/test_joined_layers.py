@@ -48,7 +48,7 @@ async def test_layers_that_wait_for_a_busy_store_are_saved_in_one_call() -> None
             step.layer_ready(layer)
             if layer == 0:
                 await arrived(rig.store.gates["gate"])
-        await until(rig, lambda: len(rig.engine._pool.jobs_of(0)) == LAYERS)
+        await until(rig, lambda: len(rig.engine.crew.pool.jobs_of(0)) == LAYERS)
         rig.store.release()
         await step.end()
         await step.settled()

@@ -46,8 +46,8 @@ async def test_a_session_of_a_tainted_request_that_opens_late_is_not_committed()
         request = rig.request("a", fine, load={0: [0]}, save={0: [1, 2]})  # nobody saved block 0
         step = rig.engine.begin_step([request])
         await arrived(rig.store.gates["gate"])
-        rig.engine._pool.epoch += 1
-        rig.engine._coordinator.mailbox.post(StoreLost(rig.engine._pool.epoch, False, "the test"))
+        rig.engine.crew.pool.epoch += 1
+        rig.engine.crew.coordinator.mailbox.post(StoreLost(rig.engine.crew.pool.epoch, False, "the test"))
         await until(rig, lambda: any("the store lost its session" in line for line in rig.engine.story("a")))
         rig.store.release()
         await until(rig, lambda: any("block 2: put opening -> open" in line for line in rig.engine.story("a")))
@@ -73,7 +73,7 @@ async def test_a_call_is_given_up_in_time_while_others_wait_for_longer() -> None
             assert done.failure is not None
             assert "call lost" in done.failure.reason
             rig.store.release(name)
-            await until(rig, lambda: not rig.engine._pool.lost_of(0))
+            await until(rig, lambda: not rig.engine.crew.pool.lost_of(0))
         await step.abort()
 
 
@@ -84,7 +84,7 @@ async def test_a_call_that_hangs_is_named(method: str, caplog: pytest.LogCapture
         await rig.save("w", fine)
         if method.startswith("get"):
             await rig.engine.load("a", rig.request("a", fine, load={0: [0]}, first_id=10).groups, fine)
-        await until(rig, lambda: bool(rig.engine._pool.lost_workers))
+        await until(rig, lambda: bool(rig.engine.crew.pool.lost_workers))
         rig.store.release()
         await rig.calls_returned()
     lines = [r.getMessage() for r in caplog.records if "passed its deadline" in r.getMessage()]
@@ -115,7 +115,7 @@ async def test_a_key_whose_close_hung_and_raised_can_be_loaded_again() -> None:
         await rig.save("w", fine)
         request = rig.request("a", fine, load={0: [0]}, first_id=10)
         assert (await rig.engine.load("a", request.groups, fine)).failure is None
-        await until(rig, lambda: bool(rig.engine._pool.lost_of(0)))
+        await until(rig, lambda: bool(rig.engine.crew.pool.lost_of(0)))
         rig.store.release()
         await rig.calls_returned()
         assert (await rig.engine.load("b", request.groups, fine)).failure is None
@@ -130,7 +130,7 @@ async def test_who_waits_for_a_key_that_a_lost_read_holds_is_told_at_once() -> N
     async with Rig(full_layout(), faults, config={**SHORT, "call_deadline_s": 1.0}) as rig:
         fine = hashes(2)
         await rig.save("w", fine)
-        gets = rig.engine._groups[0].table.gets
+        gets = rig.engine.crew.groups[0].table.gets
         one, other = (rig.request(n, fine, load={0: [0]}, first_id=f) for n, f in (("a", 10), ("b", 20)))
         first = asyncio.create_task(rig.engine.load("a", one.groups, fine))
         await until(rig, lambda: any(s.state is GetState.EXPIRED for s in gets.values()))
@@ -167,7 +167,7 @@ async def test_an_open_whose_group_crashed_leaves_nothing_at_the_store(then: str
         await arrived(rig.store.gates["gate"])
         await crashed(rig)
         if not raised:
-            await until(rig, lambda: bool(rig.engine._pool.lost_of(0)))
+            await until(rig, lambda: bool(rig.engine.crew.pool.lost_of(0)))
         rig.store.release()
         await step.end()
         await rig.calls_returned()
@@ -179,7 +179,7 @@ async def test_an_open_whose_group_crashed_leaves_nothing_at_the_store(then: str
 
 async def test_a_dead_engine_was_not_drained() -> None:
     async with Rig(full_layout()) as rig:
-        rig.engine._coordinator.mailbox.post("no message at all")
+        rig.engine.crew.coordinator.mailbox.post("no message at all")
         await until(rig, lambda: rig.engine.stats().state == "dead")
         with pytest.raises(DrainTimeout, match="dead"):
             await rig.engine.drain(1.0)
@@ -221,7 +221,7 @@ async def test_loads_that_wait_for_an_event_are_promoted_too() -> None:
         fine, event = hashes(2), ManualEvent()
         await rig.save("w", fine)
         step = rig.engine.begin_step([rig.request("a", fine, load={0: [0]}, first_id=10)], event)
-        gated = rig.engine._pool._gated
+        gated = rig.engine.crew.pool._gated
         await until(rig, lambda: bool(gated))
         waiting = asyncio.create_task(step.wait_layer(0))
         await until(rig, lambda: any(j.layer == 0 and j.priority is Priority.DEMANDED for j in gated.values()))

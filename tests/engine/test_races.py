@@ -14,7 +14,7 @@ from kvactors.core.layout import CacheEntry, Group, GroupKind, KVLayout
 from kvactors.core.steps import NULL_BLOCK, GroupBlocks, Phase, ReleaseReason, StepRequest
 from kvactors.core.store import Outcome
 from kvactors.devices import CpuEvent, ManualEvent
-from kvactors.engine import asynchronous
+from kvactors.engine import crew
 from kvactors.errors import ConfigError, DrainTimeout, EngineClosedError, EngineError, StepError
 from kvactors.stores.fault_plan import Fault
 from tests.engine.rig import COMPRESSED, FULL, PATIENCE_S, STATE, Rig, arrived, full_layout, hashes, quiet
@@ -250,7 +250,7 @@ async def test_answers_after_a_drains_deadline_find_their_sessions_gone(call: st
             rig.store.release()
             await quiet(rig)
             assert rig.engine.stats().state == "drained"
-            assert rig.engine._coordinator._degraded == "", "no actor crashed"
+            assert rig.engine.crew.coordinator._degraded == "", "no actor crashed"
 
 
 async def test_two_who_drain_at_once_are_both_answered() -> None:
@@ -278,7 +278,7 @@ async def test_who_drains_while_the_engine_is_closed_is_answered() -> None:
 
 
 async def test_close_waits_for_store_calls_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asynchronous, "CLOSE_GRACE_S", PATIENCE_S)
+    monkeypatch.setattr(crew, "CLOSE_GRACE_S", PATIENCE_S)
     async with Rig(full_layout(), [Fault(what="freeze", call="get_ranges", nth=1)]) as rig:
         fine = hashes(1)
         await rig.save("w", fine)
@@ -328,7 +328,7 @@ async def test_checkpoint_of_a_dead_engine_returns(monkeypatch: pytest.MonkeyPat
 
         step = rig.engine.begin_step([rig.request("a", hashes(1), save={0: [0]})])
         await quiet(rig)
-        monkeypatch.setattr(rig.engine._coordinator, "_of_step", crash)
+        monkeypatch.setattr(rig.engine.crew.coordinator, "_of_step", crash)
         for layer in range(4):
             step.layer_ready(layer, ManualEvent())
         await step.checkpoint(3)
@@ -341,7 +341,7 @@ async def test_messages_to_a_dead_coordinator_are_answered(monkeypatch: pytest.M
         async def crash(*_: object) -> None:
             raise RuntimeError("crashed by the test")
 
-        monkeypatch.setattr(rig.engine._coordinator, "_of_step", crash)
+        monkeypatch.setattr(rig.engine.crew.coordinator, "_of_step", crash)
         step = rig.engine.begin_step([rig.request("a", hashes(1), save={0: [0]})])
         step.layer_ready(0)
         looking = asyncio.create_task(rig.engine.lookup(hashes(1), 17))
@@ -378,7 +378,7 @@ async def test_a_key_that_only_a_lost_read_holds_fails_at_once() -> None:
         await rig.save("w", fine)
         await rig.run(rig.request("a", fine, load={0: [0]}, first_id=5), settle=False)
         closed = threading.Event()
-        rig.engine._coordinator.watch.circuit.on_close = closed.set
+        rig.engine.crew.coordinator.watch.circuit.on_close = closed.set
         rig.store.kill()
         await rig.engine.lookup(hashes(2, "q"), 33)
         await quiet(rig)
@@ -408,14 +408,14 @@ async def test_the_answer_of_a_lost_call_stands_before_its_late_return() -> None
     returned = threading.Event()
     rig = Rig(full_layout(), [Fault(what="freeze", call="get_ranges", nth=1)], config=SHORT, executor=Slow())
     gate = rig.store.gates["gate"]
-    real = rig.engine._pool.finish
+    real = rig.engine.crew.pool.finish
 
     def finish(worker: Worker, done: Any) -> None:
         real(worker, done)
         if gate.arrived.is_set():
             returned.set()
 
-    rig.engine._pool.finish = finish  # type: ignore[method-assign]  # a stand-in for one call
+    rig.engine.crew.pool.finish = finish  # type: ignore[method-assign]  # a stand-in for one call
     async with rig:
         fine = hashes(1)
         await rig.save("w", fine)
@@ -458,7 +458,7 @@ async def test_a_group_that_crashes_costs_the_others_nothing(monkeypatch: pytest
         def crash(*_: object) -> None:
             raise RuntimeError("crashed by the test")
 
-        monkeypatch.setattr(rig.engine._groups[COMPRESSED]._saver, "layer_ready", crash)
+        monkeypatch.setattr(rig.engine.crew.groups[COMPRESSED]._saver, "layer_ready", crash)
         step.layer_ready(1)
         while rig.engine.stats().state != "degraded":
             await rig.engine.lookup(fine, 65)
@@ -482,7 +482,7 @@ async def test_the_last_reply_to_a_crashed_group_ends_its_step(monkeypatch: pyte
         def crash(*_: object, **__: object) -> None:
             raise RuntimeError("crashed by the test")
 
-        monkeypatch.setattr(rig.engine._groups[0]._saver, "end", crash)
+        monkeypatch.setattr(rig.engine.crew.groups[0]._saver, "end", crash)
         ending = asyncio.create_task(step.end())
         while rig.engine.stats().state != "degraded":
             await rig.engine.lookup(hashes(1), 17)

@@ -109,7 +109,7 @@ async def test_session_ownership_by_group() -> None:
         rig.compute(0, request)
         step.layer_ready(0)
         await quiet(rig)
-        tables = {g: rig.engine._groups[g].table for g in (FULL, STATE)}
+        tables = {g: rig.engine.crew.groups[g].table for g in (FULL, STATE)}
         assert {tuple(o) for o in tables[FULL].puts} == {("a", FULL, 0)}
         assert {tuple(o) for o in tables[STATE].puts} == {("a", STATE, 1)}
         for layer in (1, 2, 3):

@@ -20,7 +20,7 @@ def crash(*_: object, **__: object) -> None:
 
 async def crashed(rig: Rig) -> None:
     """Makes the (first) group crash at its next message, and waits until it did."""
-    actor = rig.engine._groups[0]
+    actor = rig.engine.crew.groups[0]
     actor.handle = _crash_async  # type: ignore[method-assign]  # a stand-in for one call
     rig.engine.forget("nobody")
     while rig.engine.stats().state != "degraded":
@@ -132,7 +132,7 @@ async def test_a_lost_get_call_that_returns_after_a_crash(call: str) -> None:
         step = rig.engine.begin_step([rig.request("a", fine, load={0: [0]}, first_id=7)])
         running = asyncio.create_task(step.wait_layer(0))
         await arrived(rig.store.gates["gate"])
-        while not rig.engine._pool.lost_of(0):
+        while not rig.engine.crew.pool.lost_of(0):
             await rig.engine.lookup(hashes(2, "nothing"), 33)
         await crashed(rig)
         await running
@@ -159,7 +159,7 @@ async def test_a_crash_between_a_drains_deadline_and_its_grace() -> None:
     async with Rig(full_layout(), [Fault(what="freeze", call="put_commit", nth=1)]) as rig:
         await rig.run(rig.request("a", hashes(1), save={0: [0]}), settle=False)
         await arrived(rig.store.gates["gate"])
-        actor = rig.engine._groups[0]
+        actor = rig.engine.crew.groups[0]
         actor._abandon_now = crash  # type: ignore[method-assign]  # a stand-in for one call
         with pytest.raises(DrainTimeout, match="committing"):
             await rig.engine.drain(0.05)
@@ -172,7 +172,7 @@ async def test_a_request_can_be_forgotten_after_a_crash() -> None:
         fine = hashes(1)
         await rig.save("a", fine)
         await crashed(rig)
-        table = rig.engine._groups[0].table
+        table = rig.engine.crew.groups[0].table
         assert table.remembered("a", 0) == rig.key(0, 0, fine)
         rig.engine.forget("a")
         await quiet(rig)
@@ -185,13 +185,13 @@ async def test_a_crash_over_a_reply_leaves_no_slot_reserved(part: str, monkeypat
     async with Rig(full_layout()) as rig:
         fine = hashes(3)
         await rig.run(rig.request("w", fine, save={0: [0]}))
-        actor = rig.engine._groups[0]
+        actor = rig.engine.crew.groups[0]
         request = rig.request("a", fine, load={0: [0]}, save={0: [1, 2]}, first_id=5)
         owner, _, name = part.rpartition(".")
         monkeypatch.setattr(attrgetter(owner)(actor), name, crash)
         await forward(rig, rig.engine.begin_step([request]), request)
         await rig.engine.drain()
-        assert rig.engine._coordinator._degraded != ""
+        assert rig.engine.crew.coordinator._degraded != ""
         assert actor.mailbox._reserved == 0
 
 

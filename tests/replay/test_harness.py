@@ -356,7 +356,7 @@ async def test_a_preempted_request_is_released_as_such_and_forgotten_at_its_end(
     assert_right(played, len(rows))
     assert reasons.count(ReleaseReason.PREEMPTED) == played.harness.scheduler.preempted_in_all > 0
     assert reasons.count(ReleaseReason.FINISHED) == len(rows)
-    assert [actor.table.memory for actor in played.engine._groups.values()] == [{}]
+    assert [actor.table.memory for actor in played.engine.crew.groups.values()] == [{}]
 
 
 async def test_a_put_session_that_ended_in_no_way_is_a_violation() -> None:
