@@ -112,6 +112,9 @@ def run_and_show(
             observers=() if spans is None else (spans,),
             on_progress=stepped,
             on_stopping=lambda: err.print("stopping: draining what is in flight (Ctrl-C again to give up)"),
+            on_giving_up=lambda calls: err.print(
+                "giving up; calls of the store that have not returned: " + ("; ".join(calls) or "none"), soft_wrap=True
+            ),
             on_outcome=show,
             on_leaving=lambda: err.print("leaving the store, which takes its time (Ctrl-C to end at once)"),
             looks=[watcher.look for watcher in (onlooker, stories) if watcher is not None],

@@ -55,6 +55,7 @@ class Watchers:
         observers: take spans.
         on_progress: called after each step.
         on_stopping: called at the first signal.
+        on_giving_up: called at the second signal, with the store's calls that have not returned, as text.
         on_outcome: called when the engine is closed, before the store is left: that may take long, or be cut short.
         on_leaving: called when leaving the store takes longer than a moment.
         looks: each is entered with the engine while it runs.
@@ -64,6 +65,7 @@ class Watchers:
     observers: Sequence[Observer] = ()
     on_progress: Callable[[Tally], None] | None = None
     on_stopping: Callable[[], None] | None = None
+    on_giving_up: Callable[[Sequence[str]], None] | None = None
     on_outcome: Callable[[Outcome], None] | None = None
     on_leaving: Callable[[], None] | None = None
     looks: Sequence[Callable[[Engine], contextlib.AbstractContextManager[None]]] = ()
@@ -143,12 +145,18 @@ async def _play_on(plan: Plan, ground: Ground, watchers: Watchers, pool: LocalPo
             with contextlib.ExitStack() as looking:
                 for look in watchers.looks:
                     looking.enter_context(look(engine))
-                await _play(harness, engine, iter(reader), given_up)
+                await _play(harness, engine, iter(reader), given_up, watchers.on_giving_up)
             report = _report(plan, ground, engine, harness)
     return Outcome(report, harness.tally.samples, harness.stopped)
 
 
-async def _play(harness: Harness, engine: Engine, requests: Iterator[TraceRequest], given_up: asyncio.Event) -> None:
+async def _play(
+    harness: Harness,
+    engine: Engine,
+    requests: Iterator[TraceRequest],
+    given_up: asyncio.Event,
+    on_giving_up: Callable[[Sequence[str]], None] | None,
+) -> None:
     playing = asyncio.ensure_future(harness.play(requests))
     waiting = asyncio.ensure_future(given_up.wait())
     try:
@@ -156,6 +164,8 @@ async def _play(harness: Harness, engine: Engine, requests: Iterator[TraceReques
         if playing.done():
             playing.result()
             return
+        if on_giving_up is not None:
+            on_giving_up(_calls_under_way(engine))
         playing.cancel()
         await engine.close()  # answers whatever the harness waits for
         done, _ = await asyncio.wait({playing}, timeout=GIVE_UP_S)
@@ -165,6 +175,15 @@ async def _play(harness: Harness, engine: Engine, requests: Iterator[TraceReques
     finally:
         playing.cancel()
         waiting.cancel()
+
+
+def _calls_under_way(engine: Engine) -> list[str]:
+    """Each call of the store that has not returned; those past their deadline last."""
+    inside = engine.inside()
+    now, late = inside.clock.now(), [job for g in inside.layout.groups for job in inside.pool.lost_of(g.id)]
+    calls = [(r.call, r.group_id, r.keys, f"for {now - r.started_s:.1f} s") for r in inside.pool.glance().running]
+    calls += [(job.label, job.group_id, job.count, "past its deadline") for job in late]
+    return [f"{call} of group {group}, {keys} key{'' if keys == 1 else 's'}, {since}" for call, group, keys, since in calls]
 
 
 def _report(plan: Plan, ground: Ground, engine: Engine, harness: Harness) -> Report:
