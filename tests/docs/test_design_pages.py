@@ -131,3 +131,4 @@ def test_the_seeded_bugs_are_those_of_the_simulator() -> None:
     ]
     assert set(shown) <= set(MUTANTS)
     assert set(MUTANTS) - set(shown) == set(re.findall(r"`(\w+)`", INVARIANTS.split("## Other seeded bugs\n")[1]))
+    assert f"; {len(MUTANTS)} seeded bugs that it must catch" in (ROOT / "README.md").read_text()
