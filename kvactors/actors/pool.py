@@ -38,7 +38,7 @@ log = get_logger("kvactors.pool")
 
 
 class Running(NamedTuple):
-    """A call under way; `started_s` on the pool's clock."""
+    """A call under way; `started_s` on the pool's clock; `group_id` is -1 for one that is no group's."""
 
     worker: str
     call: str
@@ -61,7 +61,7 @@ class Glance(NamedTuple):
     queued: Mapping[Priority, int]
     gated: int
     running: Sequence[Running]
-    late: int
+    late: Sequence[Running]
     missing: int
 
 
@@ -94,7 +94,7 @@ class TransferPool:
         self._riders = Riders[Transfer](self.good_range_bytes, config.max_transfer_bytes) if self.good_range_bytes else None
         self._gated: dict[int, Job] = {}
         self._running: dict[Worker, tuple[Job, float]] = {}
-        self._late: dict[Worker, Job] = {}
+        self._late: dict[Worker, tuple[Job, float]] = {}
         self._idle: list[Worker] = []
         self._missing = {False: 0, True: 0}
         """lost workers that were not replaced, by whether they take loads only"""
@@ -172,7 +172,7 @@ class TransferPool:
     def lost_of(self, group_id: int) -> list[Job]:
         """Jobs of a group that were given up, and whose calls may still return."""
         with self._lock:
-            return [part for job in self._late.values() for part in job.parts if part.group_id == group_id]
+            return [part for job, _ in self._late.values() for part in job.parts if part.group_id == group_id]
 
     def stop(self) -> Latch:
         """No job starts any more; queued ones are answered `CANCELLED`. The latch opens when no call is under way."""
@@ -253,11 +253,11 @@ class TransferPool:
     def glance(self) -> Glance:
         """What is queued and running now: plain reads from any thread, without the lock, so that nobody waits for who looks."""
         queued = self._queue.counts()
-        running = [
-            Running(worker.name, job.label, job.group_id, job.step, job.count, started)
-            for worker, (job, started) in list(self._running.items())
-        ]
-        return Glance(queued, len(self._gated), running, len(self._late), sum(self._missing.values()))
+        running, late = (
+            [Running(w.name, job.label, job.group_id, job.step, job.count, start) for w, (job, start) in list(calls.items())]
+            for calls in (self._running, self._late)
+        )
+        return Glance(queued, len(self._gated), running, late, sum(self._missing.values()))
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -363,10 +363,10 @@ class TransferPool:
         replies: list[TransferDone] = []
         fresh: list[tuple[Worker, Worker]] = []
         with self._lock:
-            for worker, job in [(w, j) for w, (j, start) in self._running.items() if now >= start + limit]:
+            for worker, (job, start) in [(w, call) for w, call in self._running.items() if now >= call[1] + limit]:
                 replies += [self._post(part, Outcome.LOST) for part in job.parts]
                 del self._running[worker]
-                self._late[worker] = job
+                self._late[worker] = (job, start)
                 worker.lost = True
                 self.lost_workers += 1
                 if len(self._late) > self._config.max_lost_workers:

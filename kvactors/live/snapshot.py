@@ -160,7 +160,7 @@ async def look(inside: Inside) -> EnginePart:
             "gated": glance.gated,
             "running": len(glance.running),
             "longest_call_s": max([0.0, *ages]),
-            "late": glance.late,
+            "late": len(glance.late),
             "missing_workers": glance.missing,
             "fenced": len(inside.fences),
         },

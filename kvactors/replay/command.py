@@ -10,6 +10,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import BinaryIO
 
 from rich.console import Console
@@ -32,6 +33,8 @@ from kvactors.replay.timeline import MOST_SPANS, SpanLog, write_timeline
 from kvactors.replay.virtual import run_on_virtual_time
 
 _PAGE_SPANS = 50_000
+_HELD = (errno.EWOULDBLOCK, errno.EACCES)
+"""What locking a file may answer if somebody else holds the lock; anything else: the file system has no locks."""
 
 _Output = tuple[str | None, Callable[[str], None]]
 """A file's name, if it was asked for, and who writes it."""
@@ -64,7 +67,8 @@ def run_and_show(
     virtual = plan.options.virtual is not None
     with Interrupts() as interrupts, contextlib.ExitStack() as running:
         progress = running.enter_context(progress_for(err, plan.summary.requests, MonotonicClock(), plain=virtual))
-        log, told = _LogFile(event_log_file), _LogFile(stories_file)
+        log = _LogFile(event_log_file, partial(_cannot_write, err, event_log_file))
+        told = _LogFile(stories_file, partial(_cannot_write, err, stories_file))
         running.callback(log.close)
         running.callback(told.close)
         stories = None if stories_file is None else StoryLog(told, plan)
@@ -84,13 +88,10 @@ def run_and_show(
                 (html_file, lambda path: write_page(path, report, outcome.samples, spans.spans if spans else ())),
                 (timeline_file, lambda path: write_timeline(path, spans) if spans else None),
             )
-            for path, problem in (
-                (event_log_file, log.lost),
-                (stories_file, told.lost or (None if stories is None else stories.problem)),
-            ):
-                if problem is not None:
-                    failed = True
-                    _cannot_write(err, path, problem)
+            failed = failed or log.lost or told.lost
+            if stories is not None and stories.problem is not None:
+                failed = True
+                _cannot_write(err, stories_file, stories.problem)
             if timeline_file and spans and spans.dropped:
                 err.print(f"the timeline holds the first {len(spans.spans):,} spans; {spans.dropped:,} more were left out")
             if as_json:
@@ -130,16 +131,16 @@ def run_and_show(
 
 
 class _LogFile:
-    """A file that is written while the run goes on, and whose failure does not end it. It is opened, and so emptied, at its
-    first line: a run that is refused leaves what is there."""
+    """A file that is written while the run goes on, and whose failure is told at once but does not end it. It is opened, and so
+    emptied, at its first line: a run that is refused leaves what is there."""
 
-    def __init__(self, path: str | None) -> None:
-        self.lost: OSError | None = None
-        self._path = path
+    def __init__(self, path: str | None, on_lost: Callable[[OSError], None]) -> None:
+        self.lost = False
+        self._path, self._on_lost = path, on_lost
         self._file: BinaryIO | None = None
 
     def write(self, line: bytes) -> None:
-        if self._path is None or self.lost is not None:
+        if self._path is None or self.lost:
             return
         try:
             if self._file is None:
@@ -147,7 +148,7 @@ class _LogFile:
             self._file.write(line)
             self._file.flush()
         except OSError as error:
-            self.lost = error
+            self._lose(error)
 
     def close(self) -> None:
         file, self._file, self._path = self._file, None, None
@@ -155,7 +156,12 @@ class _LogFile:
             if file is not None:
                 file.close()
         except OSError as error:
-            self.lost = self.lost or error
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        if not self.lost:
+            self.lost = True
+            self._on_lost(error)
 
 
 def _open_at_once(path: str, flags: int) -> int:
@@ -179,10 +185,9 @@ def _open_at_once(path: str, flags: int) -> int:
 def _lock(descriptor: int) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:  # a file system without locks
-        pass
+    except OSError as error:
+        if error.errno in _HELD:
+            raise BlockingIOError(errno.EWOULDBLOCK, "is locked") from error
 
 
 def _write(err: Console, *outputs: _Output) -> bool:
@@ -202,5 +207,7 @@ def _write(err: Console, *outputs: _Output) -> bool:
 def _cannot_write(err: Console, path: str | None, error: Exception) -> None:
     why = None
     if isinstance(error, OSError):
-        why = {errno.ENXIO: "nobody reads this pipe", errno.EWOULDBLOCK: "another run is writing it"}.get(error.errno or 0)
+        why = {errno.ENXIO: "nobody reads this pipe", errno.EWOULDBLOCK: "it is locked; is another run writing it?"}.get(
+            error.errno or 0
+        )
     err.print(f"kvactors: {path}: cannot be written: {why or getattr(error, 'strerror', None) or error}", soft_wrap=True)

@@ -178,12 +178,13 @@ async def _play(
 
 
 def _calls_under_way(engine: Engine) -> list[str]:
-    """Each call of the store that has not returned; those past their deadline last."""
+    """Each call of the store that has not returned, those past their deadline first."""
     inside = engine.inside()
-    now, late = inside.clock.now(), [job for g in inside.layout.groups for job in inside.pool.lost_of(g.id)]
-    calls = [(r.call, r.group_id, r.keys, f"for {now - r.started_s:.1f} s") for r in inside.pool.glance().running]
-    calls += [(job.label, job.group_id, job.count, "past its deadline") for job in late]
-    return [f"{call} of group {group}, {keys} key{'' if keys == 1 else 's'}, {since}" for call, group, keys, since in calls]
+    now, glance = inside.clock.now(), inside.pool.glance()
+    return [
+        f"{call.call}{'' if call.group_id < 0 else f' of group {call.group_id}'} for {now - call.started_s:.1f} s"
+        for call in (*glance.late, *glance.running)
+    ]
 
 
 def _report(plan: Plan, ground: Ground, engine: Engine, harness: Harness) -> Report:

@@ -103,7 +103,7 @@ def layered_strain() -> float:
         layer_s = sum(ours.run(work, 0, whole=False)) / sizes.layers
         taken = layered._taken(ours, whole, work, work.calls_for(2 * layer_s), sizes)
     (_, tail, _), (_, whole_tail, _) = (times.medians() for times in taken)
-    return tail / whole_tail / 0.7
+    return tail / whole_tail / 0.5
 
 
 def groups_strain() -> float:

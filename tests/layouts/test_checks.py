@@ -73,7 +73,8 @@ def test_what_hybrid_models_need_is_legal(groups: list[dict[str, Any]], more: di
         ([group("full", [0, 3])], {"layers": 4}, "layers 1-2: found in no group, expected every layer from 0 to 3"),
         ([group("full", [1, 2])], {"uncached_layers": []}, "layers 0: found in no group, expected every layer from 0 to 2"),
         ([group("full", [0, 2]), group("state", [5], "s")], {"layers": 6}, "layers 1, 3-4: found in no group"),
-        ([group("full", [0, 10**12])], {"uncached_layers": []}, "layers 1-999999999999: found in no group"),
+        ([group("full", [0, 65_535])], {"uncached_layers": []}, "layers 1-65534: found in no group"),
+        ([group("full", [0, 10**12])], {}, "group 0: layer number = 1000000000000: must be less than 65536"),
         ([group("full", [0, 1])], {"layers": 4}, "layers 2-3: found in no group, expected every layer from 0 to 3"),
         ([group("full", [0, 1])], {"layers": 4, "uncached_layers": [3]}, "layers 2: found in no group"),
         (

@@ -263,7 +263,7 @@ def test_a_file_that_another_run_writes_is_left_to_it(tmp_path: Path, option: st
         fcntl.flock(other, fcntl.LOCK_EX)
         result = run(*REPLAY, "--virtual", option, path)
         assert (result.exit_code, "12 of 12" in result.stdout) == (1, True)
-        assert "kept: cannot be written: another run is writing it" in result.stderr
+        assert "kept: cannot be written: it is locked; is another run writing it?" in result.stderr
         assert path.read_text() == "of another run"
     assert run(*REPLAY, "--virtual", option, path).exit_code == 0
     assert not path.read_text().startswith("of another run")

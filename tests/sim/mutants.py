@@ -50,9 +50,10 @@ class Patch:
     def setattr(self, owner: Any, name: str, value: Any) -> None:
         real = getattr(owner, name)
         if inspect.isfunction(real):
-            taken = inspect.signature(real).parameters.values()
+            taken, takes = inspect.signature(real).parameters.values(), inspect.signature(value)
             named = {p.name: p for p in taken if p.kind is p.KEYWORD_ONLY}
-            inspect.signature(value).bind(*[p for p in taken if p.name not in named], **named)
+            for given in (taken, [p for p in taken if p.default is p.empty]):
+                takes.bind(*[p for p in given if p.name not in named], **named)
             assert inspect.iscoroutinefunction(value) == inspect.iscoroutinefunction(real), name
         self._monkeypatch.setattr(owner, name, value)
 
@@ -117,7 +118,10 @@ def _put_with_plain_owner(real: Any) -> Any:
 
 @mutant("none")
 def release_before_in_flight_read(patch: Patch) -> None:
-    patch.setattr(Loader, "may_release", lambda self, gs: not gs.released and not gs.gets_awaited and gs.loads is not None)
+    def may_release(self: Any, gs: Any) -> bool:
+        return not gs.released and not gs.gets_awaited and (gs.ending or (gs.loads is not None and gs.loads.all_started))
+
+    patch.setattr(Loader, "may_release", may_release)
 
 
 @mutant("none")
@@ -405,7 +409,7 @@ def one_failed_key_costs_its_whole_call(patch: Patch) -> None:
     """A failed put revokes every key of its call, not its own."""
     real = StepSaves.returned
 
-    def returned(self: Any, call: Any, outcomes: Any, error: Any) -> None:
+    def returned(self: Any, call: Any, outcomes: Any, error: Any = None) -> None:
         bad = next((o for o in outcomes if o is not Outcome.OK), None)
         real(self, call, outcomes if bad is None else [bad] * len(outcomes), error)
 

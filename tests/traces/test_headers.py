@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
 
 import pytest
@@ -83,33 +84,58 @@ def test_pythons_own_numbers_are_none(tmp_path: Path, line: str) -> None:
         scan_trace(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("output_lenght", "output_length"),
-        ("Input_Length", "input_length"),
-        (" block_tokens", "block_tokens"),
-        ("block-tokens", "block_tokens"),
-    ],
-)
+MISSPELT = [("output_lenght", "output_length"), ("Output-Length", "output_length"), ("output_len", "output_length")]
+MISSPELT_HASHES = [
+    *MISSPELT,
+    ("Input_Length", "input_length"),
+    ("inputLength", "input_length"),
+    ("input length", "input_length"),
+]
+OTHER = [
+    "max_output_length",
+    "output_length_ms",
+    "new_input_length",
+    "output_tokens",
+    "prompt_length",
+    "time_s",
+    "hash",
+    "inputs",
+]
+
+
+def written(path: Path, kind: str, csv: bool, *names: str) -> Path:
+    """Two rows of the kind, the second with columns of these names as well; in CSV both."""
+    given: dict[str, object] = {"time": 0, kind: [1, 2]} | ({"block_tokens": 4} if kind == "hashes" else {})
+    row = given | dict.fromkeys(names, 5)
+    cells = [" ".join(map(str, cell)) if isinstance(cell, list) else str(cell) for cell in row.values()]
+    rows = [",".join(row), ",".join(cells)] if csv else [json.dumps(given), json.dumps(row)]
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
 @pytest.mark.parametrize("csv", [True, False], ids=["csv", "json"])
-def test_a_name_that_is_nearly_one_of_ours_is_not_left_out(tmp_path: Path, name: str, meant: str, csv: bool) -> None:
-    path = tmp_path / "x"
-    if csv and name.strip() == meant:
-        return  # blanks around cells do not count
-    path.write_text(f"time,tokens,{name}\n0,1 2 3,5\n" if csv else f'{{"time": 0, "tokens": [1, 2, 3], "{name}": 5}}\n')
-    for skip_bad in (False, True):
-        with pytest.raises(TraceError) as caught:
-            scan_trace(path, skip_bad=skip_bad)
-        assert caught.value.line == 1
-        problem = f"is no {'column' if csv else 'field'} that is read; did you mean {meant}? If not, rename it, or take it out"
-        assert (caught.value.field, caught.value.problem.split("; all ")[0]) == (name, problem)
+@pytest.mark.parametrize(
+    ("kind", "name", "meant"), [("tokens", *row) for row in MISSPELT] + [("hashes", *row) for row in MISSPELT_HASHES]
+)
+def test_a_misspelt_name_is_not_left_out(tmp_path: Path, kind: str, name: str, meant: str, csv: bool) -> None:
+    path = written(tmp_path / "x", kind, csv, name)
+    with pytest.raises(TraceError) as caught:
+        scan_trace(path)
+    what = "column" if csv else "field"
+    assert (caught.value.line, caught.value.field) == (1 if csv else 2, name)
+    assert caught.value.problem == f"is no {what} that is read; did you mean {meant}? If not, rename it, or take it out"
+    if not csv:
+        assert scan_trace(path, skip_bad=True).skipped == 1
+    assert scan_trace(written(path, kind, csv, name, meant)).skipped == 0, "what was meant is there too"
 
 
-@pytest.mark.parametrize("names", ["time,tokens,time_s", "time,tokens,hash", "time_ms,tokens,timestamp,token,id,outputs,chars"])
-def test_names_that_are_like_what_is_given_are_left_out(tmp_path: Path, names: str) -> None:
-    cells = ",".join("1" for _ in names.split(","))
-    csv, rows = tmp_path / "x.csv", tmp_path / "x.jsonl"
-    csv.write_text(f"{names}\n{cells}\n")
-    rows.write_text("{" + ", ".join(f'"{n}": {"[1]" if n == "tokens" else 1}' for n in names.split(",")) + "}\n")
-    assert [scan_trace(path).input_tokens for path in (csv, rows)] == [1, 1]
+@pytest.mark.parametrize("csv", [True, False], ids=["csv", "json"])
+@pytest.mark.parametrize("kind", ["tokens", "hashes"])
+def test_other_names_are_left_out(tmp_path: Path, kind: str, csv: bool) -> None:
+    more = ["Input_Length", "kv_block_tokens"] if kind == "tokens" else []
+    assert scan_trace(written(tmp_path / "x", kind, csv, *OTHER, *more)).requests == (1 if csv else 2)
+
+
+def test_a_name_that_is_no_utf8_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b'{"time": 0, "tokens": [1], "note\xff": 1}\n')
+    assert scan_trace(tmp_path / "x", format="jsonl").requests == 1

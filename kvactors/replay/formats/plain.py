@@ -8,7 +8,9 @@ prompt up to its end: both give the same.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -37,7 +39,7 @@ TOKEN_BLOCK_TOKENS = 16
 
 COLUMNS = ("time", "time_ms", "tokens", "hashes", "block_tokens", "input_length", "output_length")
 LIKE = 0.85
-"""A name that is so much like one of `COLUMNS`, by `difflib`, was meant to be it."""
+"""A name that is so much like one of ours, by `difflib`, was meant to be it."""
 
 MOST_DIGITS = 40
 """Of a number in CSV; 2^64 has 20."""
@@ -54,6 +56,10 @@ class _Row(msgspec.Struct, gc=False):
     block_tokens: int | None = None
     input_length: int | None = None
     output_length: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class _StrictRow(_Row, forbid_unknown_fields=True, gc=False):
+    """A row without other fields: the usual one."""
 
 
 class _PlainRows:
@@ -115,21 +121,25 @@ class JsonRows(_PlainRows):
 
     def __init__(self) -> None:
         super().__init__()
-        self._decoder = msgspec.json.Decoder(_Row)
-        self._known = False
+        self._strict, self._decoder = msgspec.json.Decoder(_StrictRow), msgspec.json.Decoder(_Row)
 
     def parse(self, line: bytes, number: int) -> TraceRequest:
+        try:
+            row: _Row = self._strict.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # other fields, or none that can be read
+            row = self._with_other_fields(line)
+        return self._request(row, number)
+
+    def _with_other_fields(self, line: bytes) -> _Row:
         try:
             row = self._decoder.decode(line)
         except msgspec.ValidationError as error:
             raise in_field(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _no_json(line, error) from None
-        if not self._known:
+        with contextlib.suppress(msgspec.DecodeError):  # names that are no UTF-8
             _refuse_misspelt(msgspec.json.decode(line, type=dict[str, msgspec.Raw]), "field")
-        request = self._request(row, number)
-        self._known = True
-        return request
+        return row
 
 
 def _no_json(line: bytes, error: Exception) -> RowError:
@@ -200,16 +210,22 @@ def _header(cells: list[str], *, explain: bool) -> list[str]:
 
 
 def _refuse_misspelt(names: Collection[str], what: str) -> None:
-    """Other names are left out; but one that was meant to be read must not be, for nobody would see it."""
-    given = set(names)
-    missing = set(COLUMNS) - given
-    for either in (_TIMES.keys(), _PROMPTS):
-        if not given.isdisjoint(either):
-            missing -= either
-    for name in names:
-        close = difflib.get_close_matches(name[:100].strip().lower(), missing, n=1, cutoff=LIKE)
-        if name not in COLUMNS and close:
-            raise RowError(name, f"is no {what} that is read; did you mean {close[0]}? If not, rename it, or take it out")
+    """Other names are left out; but an optional one of ours must not be because of its spelling, for nobody would see it."""
+    optional = ("output_length",) if "tokens" in names else ("output_length", "input_length")
+    for wanted in optional:
+        if wanted not in names:
+            for name in names:
+                if name not in COLUMNS and _is_meant(name, wanted):
+                    raise RowError(name, f"is no {what} that is read; did you mean {wanted}? If not, rename it, or take it out")
+
+
+@functools.lru_cache(1024)
+def _is_meant(name: str, wanted: str) -> bool:
+    """`output_lenght` and `Output-Length` are meant to be `output_length`; `max_output_length` is something else."""
+    plain = re.sub(r"[\s-]+", "_", name[:100].strip().lower())
+    if plain != wanted and f"_{wanted}_" in f"_{plain}_":
+        return False
+    return difflib.SequenceMatcher(None, plain, wanted).ratio() >= LIKE
 
 
 def _hint(cells: Sequence[str]) -> str:
