@@ -33,6 +33,8 @@ class EngineConfig:
         strict: raise from `wait_layer` when a load failed (replay, tests) instead of reporting the request.
         max_lost_workers: lost workers that are replaced at a time; beyond it calls that no worker could make fail at once.
         probe_interval_s: how often an unreachable store is probed.
+        switch_interval_s: the interpreter's switch interval while a `BlockingEngine` runs, for the whole process; None leaves
+            it. For so long a compute thread in pure Python keeps the GIL after a signal: 5 ms unless set.
         audit: watch every store call and note what breaks an invariant (replay, tests); costs some time per key and layer.
     """
 
@@ -47,19 +49,20 @@ class EngineConfig:
     strict: bool = False
     max_lost_workers: int = 8
     probe_interval_s: float = 1.0
+    switch_interval_s: float | None = None
     audit: bool = False
 
     def __post_init__(self) -> None:
         least = {"max_pending_saves": 1, "workers": 1}
         for f in fields(self):
             value = getattr(self, f.name)
+            if value is None and f.name in ("max_transfer_blocks", "switch_interval_s"):
+                continue
             if f.name.endswith("_s"):
                 if not seconds(value):
                     raise ConfigError(f"EngineConfig.{f.name} = {value!r}: must be a number of seconds, more than 0")
             elif f.name in ("strict", "audit"):
                 if not isinstance(value, bool):
                     raise ConfigError(f"EngineConfig.{f.name} = {value!r}: must be True or False")
-            elif value is None and f.name == "max_transfer_blocks":
-                continue
             elif not isinstance(value, int) or isinstance(value, bool) or value < least.get(f.name, 0):
                 raise ConfigError(f"EngineConfig.{f.name} = {value!r}: must be a whole number >= {least.get(f.name, 0)}")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvactors.actors import loops
@@ -50,7 +51,8 @@ class BlockingEngine:
 
     def _main(self) -> None:
         try:
-            self._loop.run_until_complete(self._serve())
+            with _switching(self._engine.config.switch_interval_s):
+                self._loop.run_until_complete(self._serve())
         except BaseException as e:
             self._failed = e
         finally:
@@ -280,3 +282,17 @@ class Load:
             raise StepError(f"result({request_id!r}): the load is for {listed(self._request_ids)}; name one of them")
         self._engine.driver.in_time(self._state.ended.wait(self._engine.patience_s), f"load for {request_id!r}")
         return self._engine.load_done(self._state, request_id)
+
+
+@contextlib.contextmanager
+def _switching(interval_s: float | None) -> Iterator[None]:
+    """Has the interpreter switch threads after that time, and afterwards as it did before."""
+    if interval_s is None:
+        yield
+        return
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(interval_s)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

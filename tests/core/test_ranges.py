@@ -159,6 +159,7 @@ def test_a_missing_base_is_named() -> None:
         ({"call_deadline_s": "soon"}, "call_deadline_s"),
         ({"step_deadline_s": float("inf")}, "step_deadline_s"),
         ({"strict": 1}, "strict"),
+        ({"switch_interval_s": 0}, "switch_interval_s"),
     ],
 )
 def test_a_bad_option_is_named(options: dict[str, object], said: str) -> None:

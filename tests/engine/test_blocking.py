@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -222,3 +223,13 @@ def test_misuse_is_harmless_or_typed(rig: BlockingRig) -> None:
     rig.blocking.forget("nobody")
     with pytest.raises(StepError):
         rig.blocking.load("a", rig.request("a", fine, load={0: [0]}).groups, ["no bytes"])  # type: ignore[list-item]  # what is wrong with it is the point
+
+
+def test_the_switch_interval_is_set_while_the_engine_runs_and_then_as_it_was() -> None:
+    before = sys.getswitchinterval()
+    for wanted, found in ((0.0005, 0.0005), (None, before)):
+        rig = BlockingRig(full_layout(), config={"switch_interval_s": wanted})
+        with rig.open():
+            assert sys.getswitchinterval() == pytest.approx(found)
+        assert sys.getswitchinterval() == before
+        rig.memory.close()
