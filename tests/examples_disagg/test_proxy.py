@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer, unused_port
+from aiohttp.test_utils import TestClient, TestServer
 
 from tests.examples_disagg.fakes import FakeBootstrap, FakeInstance, example
 
@@ -50,6 +51,12 @@ async def start() -> AsyncIterator[Start]:
             server = await ends.enter_async_context(TestServer(app, host="127.0.0.1"))
             return str(server.make_url("")).rstrip("/")
 
+        def refused() -> str:
+            """Nothing listens there; the port stays taken, or one of the other servers could get it."""
+            taken = ends.enter_context(closing(socket.socket()))
+            taken.bind(("127.0.0.1", 0))
+            return f"http://127.0.0.1:{taken.getsockname()[1]}"
+
         async def started(
             prefill: tuple[int | str, ...] = (200,),
             decode: tuple[int | str, ...] = (200,),
@@ -63,10 +70,7 @@ async def start() -> AsyncIterator[Start]:
                 for instance in (*prefills, *decodes):
                     instance.prefilled = prefilled
             bootstraps = [FakeBootstrap({0: f"engine-{p.name}"}) for p in prefills]
-            urls = {
-                i.name: await serve(i.app()) if i.answers != "down" else f"http://127.0.0.1:{unused_port()}"
-                for i in (*prefills, *decodes)
-            }
+            urls = {i.name: refused() if i.answers == "down" else await serve(i.app()) for i in (*prefills, *decodes)}
             addresses = [(urls[p.name], await serve(b.app())) for p, b in zip(prefills, bootstraps, strict=True)]
             urls |= {f"B{n}": address for n, (_, address) in enumerate(addresses)}
             proxy = proxy_module.Proxy(
