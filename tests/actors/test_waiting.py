@@ -7,9 +7,11 @@ import threading
 
 import pytest
 
+from kvactors.actors.fences import Fences
 from kvactors.actors.latch import Latch, SaveGate
 from kvactors.actors.mailbox import Mailbox
-from kvactors.actors.step_state import LayerTask
+from kvactors.actors.step_state import LayerTask, StepState
+from kvactors.core.steps import GroupBlocks, StepRequest
 from kvactors.errors import MailboxOverflowError
 
 
@@ -77,6 +79,18 @@ def test_a_dead_gate_blocks_nobody() -> None:
     assert gate.blocked() is None
 
 
+def test_a_block_that_two_late_calls_may_write_is_fenced_until_both_returned() -> None:
+    """Also if nobody was to say so any more."""
+    fences, place = Fences(), (0, 7)
+    for _ in range(2):
+        fences.add([place], 1)
+    fences.keep([place])
+    fences.add([place], -1)
+    assert fences.blocks() == {place}
+    fences.add([place], -1)
+    assert not fences.blocks()
+
+
 def test_a_layer_task_ends_once_when_all_planned_and_done() -> None:
     ends = []
     task = LayerTask(0, [1, 2], lambda: ends.append(1))
@@ -89,6 +103,17 @@ def test_a_layer_task_ends_once_when_all_planned_and_done() -> None:
     task.plan(2, 0)
     assert task.ended
     assert ends == [1]
+
+
+def test_a_save_that_is_signalled_while_its_step_is_closed_ends_at_once() -> None:
+    """A compute thread may look just before that; the gate would count the task for good."""
+    request = StepRequest("a", [], {0: GroupBlocks([1], save=[0])})
+    state = StepState(1, {"a": request}, {}, (), {0: [0]}, {0: 16})
+    gate = SaveGate(1)
+    state.close()
+    gate.add()
+    state.begin_save(0, gate.done)
+    assert gate.pending == 0
 
 
 async def test_a_mailbox_keeps_the_order_and_wakes_its_reader() -> None:

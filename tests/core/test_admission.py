@@ -9,7 +9,7 @@ import pytest
 
 from kvactors.core.admission import LocalBlocks, problem_of
 from kvactors.core.answers import listed, shown
-from kvactors.core.steps import GroupBlocks, StepRequest
+from kvactors.core.steps import NULL_BLOCK, GroupBlocks, StepRequest
 from kvactors.core.store import Outcome
 from tests.engine.rig import full_layout, hashes
 
@@ -72,6 +72,11 @@ def test_a_block_of_several_hash_units_is_told_by_its_last() -> None:
     prompts = [[*first, *hashes(1, name)] for name in ("a", "b")]
     said = [blocks.take(StepRequest(str(n), prompt, {1: GroupBlocks([4], (), (0,))})) for n, prompt in enumerate(prompts)]
     assert said == ["", "group 1: local block 4 is another block of an earlier request of the step"]
+
+
+def test_a_place_without_a_block_may_be_loaded_by_several() -> None:
+    nothing = GroupBlocks([NULL_BLOCK], (0,))
+    assert taken(("a", nothing), ("b", nothing)) == ["", ""]
 
 
 def test_what_is_shared_or_absent_contradicts_nothing() -> None:

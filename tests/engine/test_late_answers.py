@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
+from kvactors.actors import put_opens
 from kvactors.core.queue import Priority
 from kvactors.core.sessions import GetState
 from kvactors.core.steps import GroupBlocks, ReleaseReason, StepRequest
-from kvactors.core.store import Outcome
+from kvactors.core.store import Outcome, RangeBatch
 from kvactors.devices import ManualEvent
+from kvactors.engine import crew
 from kvactors.errors import DrainTimeout, StepError
 from kvactors.messages import StoreLost
 from kvactors.stores.fault_plan import Fault
+from kvactors.stores.memory import MemoryStore
 from tests.engine.rig import Rig, arrived, full_layout, hashes
+from tests.engine.test_full_store import ShiftedClock
 from tests.engine.test_undertaker import crashed
 
 SOON_S = 8.0
@@ -230,6 +234,231 @@ async def test_loads_that_wait_for_an_event_are_promoted_too() -> None:
         await step.end()
 
 
+async def test_a_release_that_waits_is_answered_when_a_drain_gives_up() -> None:
+    async with Rig(full_layout(), [Fault(what="freeze", call="get_ranges", nth=1)]) as rig:
+        fine = hashes(1)
+        await rig.save("w", fine)
+        groups = rig.request("a", fine, load={0: [0]}, first_id=10).groups
+        loading = asyncio.create_task(rig.engine.load("a", groups, fine))
+        await arrived(rig.store.gates["gate"])
+        releasing = asyncio.create_task(rig.engine.release("a"))
+        await until(rig, lambda: bool(rig.engine.crew.coordinator._releases))
+        with pytest.raises(DrainTimeout):
+            await rig.engine.drain(0.05)
+        await asyncio.wait_for(releasing, SOON_S)
+        assert (await loading).failure is not None
+
+
+async def test_a_close_that_returns_late_while_its_step_is_open_lets_it_settle() -> None:
+    async with Rig(full_layout(), [Fault(what="freeze", call="get_close", nth=1)], config=SHORT) as rig:
+        fine = hashes(1)
+        await rig.save("w", fine)
+        step = rig.engine.begin_step([rig.request("a", fine, load={0: [0]}, first_id=10)])
+        for layer in (0, 1):
+            assert await step.wait_layer(layer) == frozenset()
+            step.layer_ready(layer)
+        await arrived(rig.store.gates["gate"])
+        await until(rig, lambda: bool(rig.engine.crew.pool.lost_of(0)))
+        rig.store.release()
+        await rig.calls_returned()
+        await step.end()
+        await asyncio.wait_for(step.settled(), SOON_S)
+
+
+@pytest.mark.parametrize("method", ["readable", "put_open", "put_ranges", "put_commit", "get_open", "get_ranges", "get_close"])
+async def test_a_late_answer_frees_no_slot_twice(method: str) -> None:
+    """A mailbox would have less room after each, and in the end none for what it has to take."""
+    fine = hashes(2)
+    async with Rig(full_layout()) as writer:
+        await writer.run(writer.request("w", fine, save={0: [0]}))
+        async with Rig(full_layout(), [Fault(what="freeze", call=method, times=2)], inner=writer.memory, config=SHORT) as rig:
+            hit = asyncio.create_task(rig.engine.lookup(fine, 33))
+            request = rig.request("a", fine, load={0: [0]}, save={0: [1]}, first_id=10)
+            await rig.run(request, settle=False)
+            await until(rig, lambda: bool(rig.engine.crew.pool.lost_workers))
+            await hit
+            rig.store.release()
+            await rig.calls_returned()
+            await rig.engine.drain()
+            assert [box._reserved for box in rig.engine.crew.mailboxes] == [0, 0]
+
+
+async def test_a_key_whose_lost_read_was_for_two_can_be_loaded_again() -> None:
+    async with Rig(full_layout(1), [Fault(what="freeze", call="get_ranges", nth=1)], config=SHORT) as rig:
+        fine = hashes(1)
+        await rig.save("w", fine)
+        done = await rig.engine.load_many([rig.request(n, fine, load={0: [0]}, first_id=f) for n, f in (("a", 10), ("b", 20))])
+        assert all(d.failure is not None for d in done.values())
+        rig.store.release()
+        await rig.calls_returned()
+        again = rig.request("c", fine, load={0: [0]}, first_id=30)
+        assert (await rig.engine.load("c", again.groups, fine)).failure is None
+        assert rig.loaded_right(again)
+        await rig.engine.drain()
+        assert rig.memory.stats()["open_gets"] == 0
+
+
+async def test_a_step_whose_open_failed_gives_back_no_session_of_others() -> None:
+    """I6: it has no share of the one that somebody else opened for the key since."""
+    fine = hashes(1)
+    async with Rig(full_layout(4), [Fault(what="freeze", call="get_ranges", nth=1)]) as rig:
+        step = rig.engine.begin_step([rig.request("a", fine, load={0: [0]}, first_id=10)])
+        assert await step.wait_layer(0) == {"a"}
+        async with Rig(full_layout(4), inner=rig.memory.client()) as writer:
+            await writer.save("w", fine)
+        other = rig.request("b", fine, load={0: [0]}, first_id=20)
+        loading = asyncio.create_task(rig.engine.load("b", other.groups, fine))
+        await arrived(rig.store.gates["gate"])
+        await step.end()
+        rig.store.release()
+        assert (await loading).failure is None
+        assert rig.loaded_right(other)
+
+
+class SlowToAnswer(MemoryStore):
+    """One call takes effect at once, and is answered only when some time has passed."""
+
+    def __init__(self, clock: ShiftedClock, method: str, takes_s: float) -> None:
+        super().__init__()
+        self._shifted, self._method, self._takes_s = clock, method, takes_s
+
+    def _answered(self, method: str, outcomes: list[Outcome]) -> list[Outcome]:
+        if method == self._method:
+            self._shifted.shift_s, self._takes_s = self._shifted.shift_s + self._takes_s, 0.0
+        return outcomes
+
+    def put_open(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Outcome]:
+        return self._answered("put_open", super().put_open(keys, sizes))
+
+    def put_ranges(self, batch: RangeBatch) -> list[Outcome]:
+        return self._answered("put_ranges", super().put_ranges(batch))
+
+    def get_open(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Outcome]:
+        return self._answered("get_open", super().get_open(keys, sizes))
+
+
+@pytest.mark.parametrize(
+    ("method", "takes_s", "committed", "opens"),
+    [("put_open", 16.0, [], 1), ("put_ranges", 16.0, [], 1), ("get_open", 11.0, [0], 2)],
+)
+async def test_a_session_is_as_old_as_the_call_that_opened_it(
+    method: str, takes_s: float, committed: list[int], opens: int
+) -> None:
+    """I11: by the time of its answer the lease, or the age up to which it is safe to write, may be over."""
+    clock, fine = ShiftedClock(), hashes(1)
+    async with Rig(full_layout(1), inner=SlowToAnswer(clock, method, takes_s), clock=clock) as rig:
+        await rig.save("w", fine)
+        assert rig.committed(0, fine) == committed
+        await rig.run(rig.request("a", fine, load={0: [0]}, first_id=10))
+        assert rig.store._calls["get_open"] == opens
+
+
+async def test_a_clean_up_that_always_fails_abandons_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(put_opens, "CLEAN_UP_RETRY_S", (0.001, 0.001, 0.001))
+    async with Rig(full_layout(), [Fault(what="raise", call="put_open", nth=1), Fault(what="raise", call="put_revoke")]) as rig:
+        fine = hashes(1)
+        step, _ = await rig.run(rig.request("a", fine, save={0: [0]}), settle=False)
+        await asyncio.wait_for(step.settled(), SOON_S)
+        assert rig.store._calls["put_revoke"] == 4
+        assert rig.engine.stats().abandoned_keys == [rig.key(0, 0, fine)]
+
+
+async def test_nothing_is_opened_for_a_step_that_was_aborted_meanwhile() -> None:
+    async with Rig(full_layout(), [Fault(what="freeze", call="readable", nth=1)]) as rig:
+        step = rig.engine.begin_step([rig.request("a", hashes(1), save={0: [0]})])
+        await arrived(rig.store.gates["gate"])
+        ending = asyncio.create_task(step.abort())
+        await until(rig, lambda: all(gs.ending for gs in rig.engine.crew.groups[0].steps.values()))
+        rig.store.release()
+        await ending
+        await step.settled()
+        assert rig.store._calls["put_open"] == 0
+
+
+async def test_a_block_that_is_still_being_saved_under_another_key_is_left_out() -> None:
+    """Its request's id is used again before the end of a commit: that harms neither of them."""
+    async with Rig(full_layout(), [Fault(what="freeze", call="put_commit", nth=1)]) as rig:
+        fine, other = hashes(1), hashes(1, "other")
+        await rig.run(rig.request("a", fine, save={0: [0]}), settle=False)
+        await arrived(rig.store.gates["gate"])
+        await rig.run(rig.request("a", other, save={0: [0]}, first_id=10))
+        assert rig.engine.stats().groups[0].skipped_existing == 1
+        assert rig.engine.stats().state == "running"
+        rig.store.release()
+        await rig.engine.drain()
+        assert (rig.committed(0, fine), rig.committed(0, other)) == ([0], [])
+
+
+async def test_what_was_readable_already_is_remembered_as_saved() -> None:
+    async with Rig(full_layout()) as rig:
+        fine = hashes(2)
+        await rig.save("w", fine)
+        await rig.save("a", fine, first_id=10)
+        rig.wipe()
+        blocks = {0: GroupBlocks([20, 21], load=[0, 1])}
+        assert (await rig.engine.load("a", blocks, [])).failure is None
+        assert [rig.holds(0, fine[i], 20 + i) for i in (0, 1)] == [True, True]
+
+
+async def test_a_probe_that_returns_late_is_no_second_one() -> None:
+    config = {**SHORT, "probe_interval_s": 0.01}
+    async with Rig(full_layout(), [Fault(what="freeze", call="health", nth=1)], config=config) as rig:
+        pool, coordinator = rig.engine.crew.pool, rig.engine.crew.coordinator
+        coordinator.mailbox.post(StoreLost(pool.epoch, True, "the test"))
+        await until(rig, lambda: rig.engine.stats().circuit == "open" and bool(pool.lost_workers))
+        await until(rig, lambda: rig.engine.stats().circuit == "closed")
+        rig.store.release()
+        await until(rig, lambda: not pool.glance().late)
+        assert coordinator.mailbox._reserved == 0
+        assert rig.store._calls["health"] == 2
+
+
+async def test_a_step_with_nothing_to_do_ends_the_one_before_it() -> None:
+    async with Rig(full_layout()) as rig:
+        first = rig.engine.begin_step([rig.request("a", hashes(1), save={0: [0]})])
+        await until(rig, lambda: rig.memory.stats()["open_puts"] == 1)
+        await rig.run()
+        await asyncio.wait_for(first.settled(), SOON_S)
+        await first.end()
+        assert rig.memory.stats()["open_puts"] == 0
+
+
+async def test_what_a_closed_engine_may_still_write_stays_fenced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "CLOSE_GRACE_S", 0.01)
+    async with Rig(full_layout(), [Fault(what="freeze", call="get_ranges", nth=1)]) as rig:
+        fine = hashes(1)
+        await rig.save("w", fine)
+        rig.engine.begin_step([rig.request("a", fine, load={0: [0]}, first_id=10)])
+        await arrived(rig.store.gates["gate"])
+        await rig.engine.close()
+        assert rig.engine.fenced_blocks == {(0, 10)}
+
+
+async def test_what_a_layer_that_was_not_waited_for_to_the_end_may_still_write_is_fenced() -> None:
+    async with Rig(full_layout()) as rig:
+        fine = hashes(1)
+        await rig.save("w", fine)
+        step = rig.engine.begin_step([rig.request("a", fine, load={0: [0]}, first_id=10)], ManualEvent())
+        assert rig.engine.driver.waited(step._state, 0, in_time=False) == {"a"}
+        assert step.fenced_blocks == {(0, 10)}
+        await step.abort()
+
+
+async def test_a_release_after_its_step_waits_for_a_load_outside() -> None:
+    async with Rig(full_layout(), [Fault(what="freeze", call="get_ranges", nth=1)]) as rig:
+        fine = hashes(1)
+        await rig.save("a", fine)
+        groups = rig.request("a", fine, load={0: [0]}, first_id=10).groups
+        loading = asyncio.create_task(rig.engine.load("a", groups, fine))
+        await arrived(rig.store.gates["gate"])
+        releasing = asyncio.create_task(rig.engine.release("a"))
+        await until(rig, lambda: bool(rig.engine.crew.coordinator._releases))
+        assert not releasing.done(), "a call may still write its block"
+        rig.store.release()
+        await releasing
+        assert (await loading).failure is None
+
+
 # -- what a caller gets wrong ------------------------------------------------------------------------------------------
 
 
@@ -256,6 +485,17 @@ async def test_two_requests_do_not_load_into_one_block() -> None:
         assert "local block 9" in step.problems["b"]
         assert failed[0] == {"b"}
         assert rig.holds(0, fine[0], 9)
+
+
+async def test_a_request_that_is_named_again_loads_what_it_was_to_load_at_first() -> None:
+    async with Rig(full_layout()) as rig:
+        fine = hashes(1)
+        await rig.save("w", fine)
+        first, again = (rig.request("a", fine, load={0: [0]}, first_id=first_id) for first_id in (10, 20))
+        step, failed = await rig.run(first, again)
+        assert step.problems == {"a": "is named twice in one step"}
+        assert set(failed.values()) == {frozenset()}
+        assert rig.loaded_right(first)
 
 
 async def test_the_reason_of_a_failed_load_is_that_of_its_layer() -> None:

@@ -123,6 +123,29 @@ async def test_a_load_outside_steps_verifies_a_restart() -> None:
         assert rig.committed(0, fine) == [0, 1, 2]
 
 
+async def test_a_load_outside_steps_that_fails_verifies_no_restart() -> None:
+    """I12: neither what it was to bring in, nor what came in before it."""
+    faults = [Fault(what="outcome", call="get_ranges", outcome=Outcome.TRANSFER_FAILED, nth=n) for n in (1, 3)]
+    async with Rig(full_layout(), faults) as rig:
+        fine = hashes(3)
+        await rig.run(rig.request("w", fine, save={0: [0, 1]}))
+        request = rig.request("a", fine, load={0: [0, 1]}, first_id=10)
+        await rig.run(request)
+        assert (await rig.engine.load("a", request.groups, fine)).failure is not None
+        await rig.run(rig.request("a", fine, save={0: [2]}, first_id=10, restarted_at=32))
+        assert rig.committed(0, fine) == [0, 1]
+
+
+async def test_a_preemption_clears_no_taint() -> None:
+    async with Rig(full_layout(), [Fault(what="outcome", call="get_ranges", outcome=Outcome.TRANSFER_FAILED, nth=1)]) as rig:
+        fine = hashes(3)
+        await rig.run(rig.request("w", fine, save={0: [0, 1]}))
+        await rig.run(rig.request("a", fine, load={0: [0, 1]}, first_id=10))
+        await rig.engine.release("a", ReleaseReason.PREEMPTED)
+        await rig.run(rig.request("a", fine, save={0: [2]}, first_id=10))
+        assert rig.committed(0, fine) == [0, 1]
+
+
 async def test_what_another_rank_failed_to_load_is_not_published_here() -> None:
     async with Rig(full_layout()) as rig:
         fine = hashes(2)
@@ -178,6 +201,9 @@ async def test_an_abort_of_a_step_that_has_not_begun() -> None:
         rig.store.release()
         await first.settled()
         assert rig.engine.pending_saves == 0
+        later = hashes(2, "2")
+        await rig.run(rig.request("b", later, save={0: [1]}, first_id=5))
+        assert rig.committed(0, later) == [], "it was computed from missing KV"
 
 
 async def test_a_release_of_a_request_whose_step_has_not_begun_waits_for_it() -> None:

@@ -207,3 +207,20 @@ async def test_steps_and_loads_after_a_crash_pass_through() -> None:
         assert (await rig.engine.load("b", request.groups, fine)).failure is not None
         assert (await rig.engine.lookup(fine, 65)).tokens == 0
         await quiet(rig)
+
+
+async def test_a_crash_during_a_drain_does_not_hide_it() -> None:
+    async with Rig(full_layout(), [Fault(what="freeze", call="put_commit", nth=1)]) as rig:
+        await rig.run(rig.request("a", hashes(1), save={0: [0]}), settle=False)
+        await arrived(rig.store.gates["gate"])
+        draining = asyncio.create_task(rig.engine.drain())
+        await rig.engine.lookup(hashes(2, "nothing"), 33)
+        rig.engine.crew.groups[0].handle = _crash_async  # type: ignore[method-assign]  # a stand-in for one call
+        rig.engine.forget("nobody")
+        while not rig.engine.crew.coordinator._degraded:
+            await rig.engine.lookup(hashes(2, "nothing"), 33)
+            await asyncio.sleep(0)
+        assert rig.engine.stats().state == "draining"
+        rig.store.release()
+        await draining
+        assert rig.engine.stats().state == "drained"

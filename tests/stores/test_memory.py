@@ -11,6 +11,7 @@ import pytest
 from kvactors.core.store import Outcome
 from kvactors.errors import ConfigError, StoreError
 from kvactors.stores import MemoryPool, MemoryStore, open_store
+from kvactors.stores.pool import PutSessions, Use
 from tests.stores.contract import Buffer, one_range, ranges
 from tests.stores.memory_world import Background, CopyGate, ManualClock
 
@@ -594,3 +595,23 @@ def test_many_threads_never_see_another_objects_bytes() -> None:
     clock.advance(600)
     stats = root.stats()
     assert stats["bytes"] == stats["objects"] * nbytes <= 20 * nbytes
+
+
+def test_what_two_calls_use_is_freed_once_with_the_last() -> None:
+    """The calls name different keys beside it, so that each has pinned it by itself."""
+    pool = MemoryPool(capacity=1 << 16)
+    sessions: PutSessions = {}
+    made = []
+    for key in ("both", "other"):
+        pool.open(key, 64, sessions, 0.0)
+        made.append(sessions[key])
+        pool.commit(made[-1])
+    uses = Use(made[:1]), Use(made)
+    for use in uses:
+        pool.begin_call(use)
+    pool.remove(made[0])
+    held = []
+    for use in uses:
+        pool.end_call(use)
+        held.append(pool.used_bytes)
+    assert held == [128, 64]
