@@ -321,7 +321,7 @@ async def test_no_byte_moves_before_its_event() -> None:
 
 
 async def test_an_event_that_never_fires_fails_its_transfers_at_the_deadline() -> None:
-    async with Rig(full_layout(layers=1), config={"step_deadline_s": 0.05, "call_deadline_s": 0.05}) as rig:
+    async with Rig(full_layout(layers=1), config={"step_deadline_s": 0.3}) as rig:
         fine = hashes(1)
         step = rig.engine.begin_step([rig.request("a", fine, save={0: [0]})])
         step.layer_ready(0, ManualEvent())
@@ -498,7 +498,7 @@ async def test_checkpoint_holds_the_compute_back_at_eight_pending_saves() -> Non
 
 
 async def test_a_frozen_load_is_answered_at_its_deadline_and_its_destination_is_fenced() -> None:
-    async with Rig(full_layout(), [Fault(what="freeze", call="get_ranges", nth=1)], config={"call_deadline_s": 0.1}) as rig:
+    async with Rig(full_layout(), [Fault(what="freeze", call="get_ranges", nth=1)], config={"call_deadline_s": 0.3}) as rig:
         fine = hashes(1)
         await rig.save("w", fine)
         request = rig.request("a", fine, load={0: [0]}, first_id=7)
@@ -517,7 +517,7 @@ async def test_a_frozen_load_is_answered_at_its_deadline_and_its_destination_is_
 
 async def test_a_frozen_save_abandons_its_key_and_a_late_write_is_never_published() -> None:
     """Puts freeze, the request is preempted, its block is overwritten after `release` returned, the put goes on."""
-    async with Rig(full_layout(), [Fault(what="freeze", call="put_ranges", nth=1)], config={"call_deadline_s": 0.1}) as rig:
+    async with Rig(full_layout(), [Fault(what="freeze", call="put_ranges", nth=1)], config={"call_deadline_s": 0.3}) as rig:
         fine = hashes(1)
         await rig.run(rig.request("a", fine, save={0: [0]}))
         await rig.engine.release("a", ReleaseReason.PREEMPTED)
@@ -531,7 +531,7 @@ async def test_a_frozen_save_abandons_its_key_and_a_late_write_is_never_publishe
 
 
 async def test_workers_that_never_return_are_replaced_a_bounded_number_of_times() -> None:
-    config = {"call_deadline_s": 0.05, "max_lost_workers": 2, "workers": 1, "prefetch_layers": 0}
+    config = {"call_deadline_s": 0.2, "max_lost_workers": 2, "workers": 1, "prefetch_layers": 0}
     async with Rig(full_layout(layers=1), [Fault(what="freeze", call="get_ranges")], config=config) as rig:
         fine = hashes(1)
         await rig.save("w", fine)

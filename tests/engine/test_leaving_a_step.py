@@ -66,7 +66,7 @@ async def test_what_was_signalled_whole_is_awaited_and_right(reason: ReleaseReas
 
 @pytest.mark.parametrize("reason", LEAVING)
 async def test_a_put_that_never_returns_publishes_nothing(reason: ReleaseReason) -> None:
-    async with Rig(full_layout(), [FROZEN_PUT], config={"call_deadline_s": 0.1}) as rig:
+    async with Rig(full_layout(), [FROZEN_PUT], config={"call_deadline_s": 0.3}) as rig:
         fine = hashes(1)
         request = rig.request("a", fine, save={0: [0]})
         step = rig.engine.begin_step([request])

@@ -204,7 +204,7 @@ async def test_a_failed_load_taints_its_request_alone() -> None:
 
 async def test_fenced_blocks_are_those_of_the_request() -> None:
     """A call that does not return may write the blocks of all its requests; each is told of its own."""
-    config = {"call_deadline_s": 0.05}
+    config = {"call_deadline_s": 0.3}
     async with Rig(full_layout(1), [Fault(what="freeze", call="get_ranges", times=1)], config=config) as rig:
         requests = await three(rig)
         rig.memory.remove(rig.key(FULL, 2, requests[1].hashes), force=True)
