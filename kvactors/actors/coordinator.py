@@ -385,15 +385,15 @@ class Coordinator(Actor):
     async def _leave(self, message: ReleaseRequest) -> None:
         reason = f"its request was {message.reason.value}"
         states = [run.state for run in self._runs.values()] + self._waiting_states()
-        steps = [s for s in states if s.windowed and message.request_id in s.requests and not s.ended.is_open]
-        for state in steps:
-            state.leave(message.request_id, f"aborted: {reason}")
-            self.telling.left(state, message.request_id, reason)
+        states = [s for s in states if message.request_id in s.requests and not s.ended.is_open]
+        for state in states:
+            if state.windowed:
+                state.leave(message.request_id, f"aborted: {reason}")
+                self.telling.left(state, message.request_id, reason)
+            else:
+                await self._give_up_load(self._runs[state.id], message.request_id, reason)
         if message.left is not None:
-            self._pool.when_transfers_end({state.id for state in steps}, message.left)
-        for run in list(self._runs.values()):
-            if not run.state.windowed and message.request_id in run.state.requests:
-                await self._give_up_load(run, message.request_id, reason)
+            self._pool.when_transfers_end({state.id for state in states}, message.left)
 
     def _waiting_states(self) -> list[StepState]:
         """Of the steps that wait for an earlier one's abort."""

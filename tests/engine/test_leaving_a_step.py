@@ -201,3 +201,39 @@ async def test_the_engine_ends_meanwhile() -> None:
         rig.engine.crew.give_up("the test")
         rig.store.release()
         await asyncio.wait_for(releasing, PATIENCE_S)
+
+
+async def test_a_load_outside_the_step_is_given_up_and_awaited_too() -> None:
+    async with Rig(full_layout(), [FROZEN_GET]) as rig:
+        fine = hashes(2)
+        await rig.save("w", fine)
+        groups = rig.request("a", fine, load={0: [0, 1]}, first_id=10).groups
+        loading = asyncio.create_task(rig.engine.load("a", groups, fine))
+        await arrived(rig.store.gates["gate"])
+        step = rig.engine.begin_step([rig.request("a", hashes(2, "other"), save={0: [0]}, first_id=20)])
+        releasing = asyncio.create_task(rig.engine.release("a", ReleaseReason.ABORTED))
+        assert (await rig.engine.lookup(hashes(1, "x"), 17)).tokens == 0
+        assert not releasing.done(), "the frozen get still writes the blocks"
+        rig.store.release()
+        await releasing
+        reuse(rig, 10, 11)
+        await loading
+        await ended(step)
+        assert untouched(rig, 10, 11)
+
+
+async def test_who_leaves_is_no_failure_of_a_strict_step() -> None:
+    async with Rig(full_layout(), config={"strict": True, **ONE_LAYER_A_CALL}) as rig:
+        fine, other = hashes(1), hashes(1, "other")
+        await rig.save("w", fine)
+        await rig.save("x", other)
+        rig.wipe()
+        gone, stays = (rig.request(n, f, load={0: [0]}, first_id=i) for n, f, i in (("a", fine, 5), ("b", other, 9)))
+        step = rig.engine.begin_step([gone, stays])
+        assert await step.wait_layer(0) == frozenset()
+        await rig.engine.release("a", ReleaseReason.PREEMPTED)
+        step.layer_ready(0)
+        assert await step.wait_layer(1) == {"a"}
+        step.layer_ready(1)
+        await ended(step)
+        assert rig.loaded_right(stays)
