@@ -88,13 +88,9 @@ class LoadBlocks:
 
 @dataclass(slots=True, eq=False)
 class ReleaseRequest:
-    """`left` is called once no transfer of a step that is open can touch the request's blocks any more: given for one that is
-    preempted or aborted inside a step, and so does not stay in it to its end."""
-
     request_id: str
     reason: ReleaseReason
     answer: Callable[[], None]
-    left: Callable[[], None] | None = None
 
 
 @dataclass(slots=True, eq=False)

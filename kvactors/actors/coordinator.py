@@ -375,29 +375,13 @@ class Coordinator(Actor):
     # -- requests ------------------------------------------------------------------------------------------------------
 
     async def _release(self, message: ReleaseRequest) -> None:
-        """A request that finished stays in the open step to its end. One that is preempted or aborted leaves it: what is on its
-        way is awaited, nothing more of it moves. Its loads outside steps are cancelled, or awaited."""
-        if message.reason is not ReleaseReason.FINISHED:
-            await self._leave(message)
+        """Takes effect at the end of the open step; loads of the request outside steps are cancelled, or awaited."""
+        for run in list(self._runs.values()):
+            aborting = message.reason is not ReleaseReason.FINISHED
+            if not run.state.windowed and message.request_id in run.state.requests and aborting:
+                await self._give_up_load(run, message.request_id, f"its request was {message.reason.value}")
         self._releases.append(message)
         await self._check_releases()
-
-    async def _leave(self, message: ReleaseRequest) -> None:
-        reason = f"its request was {message.reason.value}"
-        states = [run.state for run in self._runs.values()] + self._waiting_states()
-        states = [s for s in states if message.request_id in s.requests and not s.ended.is_open]
-        for state in states:
-            if state.windowed:
-                state.leave(message.request_id, f"aborted: {reason}")
-                self.telling.left(state, message.request_id, reason)
-            else:
-                await self._give_up_load(self._runs[state.id], message.request_id, reason)
-        if message.left is not None:
-            self._pool.when_transfers_end({state.id for state in states}, message.left)
-
-    def _waiting_states(self) -> list[StepState]:
-        """Of the steps that wait for an earlier one's abort."""
-        return [self._states[m.step] for m in self._next if isinstance(m, BeginStep)]
 
     async def _give_up_load(self, run: Run, request_id: str, reason: str) -> None:
         """The request's part of a load outside steps: what did not start of it is skipped, the others go on. With the last
@@ -413,7 +397,7 @@ class Coordinator(Actor):
 
     async def _check_releases(self) -> None:
         states = [run.state for run in self._runs.values() if not run.state.ended.is_open]
-        states += self._waiting_states()
+        states += [self._states[m.step] for m in self._next if isinstance(m, BeginStep)]
         busy = {r for state in states for r in state.requests}
         due = [m for m in self._releases if m.request_id not in busy]
         self._releases = [m for m in self._releases if m.request_id in busy]
@@ -493,8 +477,6 @@ class Coordinator(Actor):
                     message.answer(self._lookups.miss)
                 case ReleaseRequest():
                     message.answer()
-                    if message.left is not None:
-                        message.left()
                 case Drain():
                     message.answer(["the engine ended before it was drained"])
         self._drain.fail("the engine ended before it was drained")

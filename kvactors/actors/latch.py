@@ -72,24 +72,6 @@ class Latch:
             timer.cancel()
 
 
-class Countdown:
-    """Calls `then` once it was counted down from `count` to zero; from any thread, at once for zero."""
-
-    __slots__ = ("_left", "_lock", "_then")
-
-    def __init__(self, count: int, then: Callable[[], None]) -> None:
-        self._left, self._then, self._lock = count, then, threading.Lock()
-        if not count:
-            then()
-
-    def down(self) -> None:
-        with self._lock:
-            self._left -= 1
-            over = not self._left
-        if over:
-            self._then()
-
-
 class SaveGate:
     """Counts unfinished save tasks. Added on the compute thread, taken off by the worker that finishes the task, so that
     the check in `checkpoint` is a plain read."""

@@ -16,13 +16,13 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from kvactors.actors.actor import Post
 from kvactors.actors.audit import AuditedStore
-from kvactors.actors.latch import Countdown, Latch
+from kvactors.actors.latch import Latch
 from kvactors.actors.store_calls import StoreCalls
 from kvactors.actors.workers import Executor, Worker
 from kvactors.core.clock import Clock
@@ -168,24 +168,6 @@ class TransferPool:
             running = [part for job, _ in self._running.values() for part in job.parts]
             jobs = [*self._queue, *self._gated.values(), *running]
         return [j for j in jobs if j.group_id == group_id]
-
-    def when_transfers_end(self, steps: Collection[int], then: Callable[[], None]) -> None:
-        """Calls `then`, on any thread, once every transfer of these steps that was submitted by now is answered. One past its
-        deadline is answered, though its call may still run: what that may touch is fenced, or abandoned."""
-        with self._lock:
-            running = [job for job, _ in self._running.values()]
-            jobs = [
-                part
-                for job in (*self._queue, *self._gated.values(), *running)
-                for part in job.parts
-                if isinstance(part, Transfer) and part.step in steps
-            ]
-            if jobs:
-                countdown = Countdown(len(jobs), then)
-                for job in jobs:
-                    job.settled = partial(_settled_and_counted, job.settled, countdown)
-        if not jobs:
-            then()
 
     def lost_of(self, group_id: int) -> list[Job]:
         """Jobs of a group that were given up, and whose calls may still return."""
@@ -425,12 +407,6 @@ def _settle(replies: list[TransferDone]) -> None:
         settled: Callable[[TransferDone], None] | None = done.job.settled
         if settled is not None and not done.late:
             settled(done)
-
-
-def _settled_and_counted(settled: Callable[[TransferDone], None] | None, countdown: Countdown, done: TransferDone) -> None:
-    if settled is not None:
-        settled(done)
-    countdown.down()
 
 
 def _span_args(job: Job, outcomes: list[Outcome]) -> dict[str, Any]:

@@ -21,9 +21,6 @@ REVOKE_RETRY_S = (0.05, 0.2, 1.0)
 """Waits between retries of a failed revoke; after the last the key is poisoned."""
 
 
-EVERY_LAYER = -1
-
-
 class RetryRevokes:
     """Timer to itself: revoke again."""
 
@@ -56,8 +53,6 @@ class Saver:
             self.opens.stop_retrying(gs)
         if state.failed:
             saves.kill_where(state.failed, "a load of its request failed")
-        if state.left:
-            saves.kill_where(dict.fromkeys(state.left, EVERY_LAYER), "its request was released inside the step")
         calls = saves.signal(message.layer)
         jobs = [
             Transfer(

@@ -84,7 +84,6 @@ class StepState:
         failed: request id -> first stage layer whose load failed. Only ever grows, or a layer shrinks.
         ended: opens when the blocks may be reused; `settled` when every session reached its end.
         passed_through: nothing is moved for this step; its loads are reported failed.
-        left: requests that were preempted or aborted inside the step: their blocks are somebody else's by now.
         windowed: loads follow the prefetch window (a step) or start at once (`LoadBlocks`).
     """
 
@@ -117,7 +116,6 @@ class StepState:
         self.save_layers = frozenset(layer for g in self.save_groups for layer in group_layers[g])
         self.saves: dict[int, LayerTask] = {}
         self.failed: dict[str, int] = {}
-        self.left: set[str] = set()
         self.ended = Latch()
         self.settled = Latch()
         self.passed_through = False
@@ -173,13 +171,6 @@ class StepState:
         """Notes that nothing that a request of the step was to load will arrive, from `layer` on."""
         groups = self.requests[request_id].groups
         self.fail(request_id, layer, [(g, i) for g, b in groups.items() for i in b.load], reason)
-
-    def leave(self, request_id: str, reason: str) -> None:
-        """The request gives its blocks up while the step goes on: no further layer of it is loaded or saved. On the loop."""
-        self.left.add(request_id)
-        open_layers = [layer for layer in self.load_layers if not self.loads[layer].ended]
-        if open_layers and any(len(b.load) for b in self.requests[request_id].groups.values()):
-            self.fail_request(request_id, open_layers[0], reason)
 
     def first_wrong(self) -> dict[str, int]:
         """Failed request -> start of its earliest block that will not arrive, tokens: what lies before it goes on."""

@@ -38,9 +38,6 @@ class Telling:
     def load_failed(self, failure: FailedLoad) -> None:
         self._tell(failure.request_id, f"load failed from token {failure.first_token} on ({failure.reason})")
 
-    def left(self, state: StepState, request_id: str, reason: str) -> None:
-        self._tell(request_id, f"leaves step {state.id} ({reason})")
-
     def released(self, request_id: str, reason: str) -> None:
         self._tell(request_id, f"released ({reason})")
 

@@ -304,30 +304,22 @@ class Engine:
     # -- requests, drain -----------------------------------------------------------------------------------------------
 
     def start_release(self, request_id: str, reason: ReleaseReason) -> Latch:
-        """Opens when nothing of the request is under way; at once if it finished and is part of the open step, which then ends
-        as it does otherwise."""
+        """Opens when nothing of the request is under way; at once if it is part of the open step (takes effect at its end)."""
         latch = Latch()
         if not isinstance(request_id, str) or not isinstance(reason, ReleaseReason):
             raise ConfigError(f"release({request_id!r}, {reason!r}): give a request id and a ReleaseReason")
         if self.crew.dead:
             latch.open()
             return latch
+        self.crew.post(ReleaseRequest(request_id, reason, latch.open))
         step = self.driver.open_step
-        if step is None or request_id not in step.requests:
-            self.crew.post(ReleaseRequest(request_id, reason, latch.open))
-        elif reason is ReleaseReason.FINISHED:
-            self.crew.post(ReleaseRequest(request_id, reason, _nobody))
-            latch.open()
-        else:
-            self.crew.post(ReleaseRequest(request_id, reason, _nobody, latch.open))
+        if step is not None and request_id in step.requests:
+            return _opened()
         return latch
 
     async def release(self, request_id: str, reason: ReleaseReason = ReleaseReason.FINISHED) -> None:
-        """The request ended, was aborted, or was preempted: its blocks may be reused once this returns.
-
-        While a step of its is open: if it finished, this returns at once, and they may be reused once that step has ended; else
-        nothing more of it is loaded or saved, and this returns when what was on its way has ended.
-        """
+        """The request ended, was aborted, or was preempted: its blocks may be reused once this returns; while a step of its is
+        open, it returns at once, and they may be reused once that step has ended, whatever the reason."""
         latch = self.start_release(request_id, reason)
         self.driver.in_time(await latch.wait_async(self.patience_s), f"release of {request_id!r}")
 
@@ -409,5 +401,7 @@ class Engine:
         return self.crew.violations()
 
 
-def _nobody() -> None:
-    """Nobody waits for the end of the step."""
+def _opened() -> Latch:
+    latch = Latch()
+    latch.open()
+    return latch

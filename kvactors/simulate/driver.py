@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from kvactors.simulate.world import World
 
 MOST_STEPS = 400
-LEAVES = 0.03
-"""How often a reckless caller preempts or aborts a request between two layers of its step."""
 CHUNKS = (1, 1, 2, 4)
 """Scheduler boundaries that a request computes in one step."""
 
@@ -61,7 +59,6 @@ class Driver:
         self._batch = rng.choice((4, 7, 10))
         self._reckless = rng.random() < 0.5
         """aborts, overtakes, preempts"""
-        self._leaving = random.Random(f"{world.scenario.seed}/leaving {number}")  # its own: other draws stay as they were
         self._aborts = 0
         self._left_early = False
         self._published: set[str] = set()
@@ -299,8 +296,6 @@ class Driver:
                     await self._cut_short(steps, batch)
                     return
                 await self._layer(steps, ranks, layer, batch, ends, stage)
-                if batch and self._reckless and self._leaving.random() < LEAVES:
-                    await self._leave_step(batch.pop(self._leaving.randrange(len(batch))))
         for step in steps:
             await step.end()
         self._note_fences()
@@ -308,15 +303,6 @@ class Driver:
             for step in steps:
                 await step.settled()
         await self._after(batch, steps, ends)
-
-    async def _leave_step(self, r: SimRequest) -> None:
-        """The request goes in the middle of its step, and its blocks are somebody else's at once."""
-        self._aborts += 1
-        if self._leaving.random() < 0.5:
-            await self._leave(r, ReleaseReason.ABORTED)
-        else:
-            await self._preempt(r)
-            r.restarted_at = 0  # a load of its may have been cut off
 
     async def _layer(
         self,

@@ -125,17 +125,6 @@ def release_before_in_flight_read(patch: Patch) -> None:
 
 
 @mutant("none")
-def who_is_preempted_stays_in_its_step(patch: Patch) -> None:
-    patch.setattr(StepState, "leave", lambda self, request_id, reason: None)
-    patch.setattr(TransferPool, "when_transfers_end", lambda self, steps, then: then())
-
-
-@mutant("none")
-def who_is_preempted_does_not_wait_for_its_transfers(patch: Patch) -> None:
-    patch.setattr(TransferPool, "when_transfers_end", lambda self, steps, then: then())
-
-
-@mutant("none")
 def commit_at_the_models_last_layer(patch: Patch) -> None:
     """A group that has no part in the model's last layer waits for it for ever."""
 
