@@ -39,8 +39,12 @@ async def test_an_abort_takes_back_questions_and_opens_that_did_not_start() -> N
 
 async def until_queued(rig: Rig) -> None:
     """Lets the loop run until a job waits for a worker. (A lookup would wait behind it.)"""
-    while not rig.engine.crew.pool.queued:
-        await asyncio.sleep(0)
+
+    async def look() -> None:
+        while not rig.engine.crew.pool.queued:  # noqa: ASYNC110 - a lookup would wait behind it
+            await asyncio.sleep(0)
+
+    await asyncio.wait_for(look(), SOON_S)
 
 
 async def test_a_revoke_of_a_put_that_the_store_does_not_know_voids_all_sessions() -> None:
@@ -69,8 +73,7 @@ async def test_a_worker_that_comes_back_works_again() -> None:
         await rig.run(rig.request("a", fine, save={0: [0]}), settle=False)
         assert rig.engine.crew.pool.glance().missing == 1
         rig.store.release()
-        while rig.engine.crew.pool.lost_of(0):
-            await asyncio.sleep(0)
+        await until(rig, lambda: not rig.engine.crew.pool.lost_of(0))
         await rig.save("b", other, first_id=5)
         assert rig.committed(0, other) == [0]
 
@@ -104,11 +107,12 @@ async def test_a_step_settles_when_the_revoke_of_a_late_space_has_ended() -> Non
         request = rig.request("a", hashes(1), save={0: [0]})
         step = rig.engine.begin_step([request])
         await arrived(rig.store.gates["open"])
-        for layer in range(2):
-            step.layer_ready(layer)
-        await step.end()
+        step.layer_ready(0)
+        await until(rig, lambda: all(gs.saves and gs.saves.signalled for gs in rig.engine.crew.groups[0].steps.values()))
         rig.store.release("open")
         await arrived(rig.store.gates["revoke"])
+        step.layer_ready(1)
+        await step.end()
         settling = asyncio.create_task(step.settled())
         await rig.engine.lookup(hashes(1, "x"), 17)
         assert not settling.done()
