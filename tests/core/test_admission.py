@@ -34,6 +34,7 @@ def request(**odd: Any) -> StepRequest:
         ({"groups": {0: HUGE}}, "group 0 is a list of 100000; give a GroupBlocks"),
         ({"groups": {0: GroupBlocks(7)}}, "group 0: block_ids is the number 7; give the local block id of each block index"),
         ({"groups": {0: GroupBlocks([1], "0")}}, "group 0: the load list is the text '0'; give block indices"),
+        ({"groups": {0: GroupBlocks([1, 2, 3], (2,))}}, "group 0: load of block 2, but the hashes cover only 2 blocks"),
         ({"groups": {0: GroupBlocks([1], (), 0)}}, "group 0: the save list is the number 0; give block indices"),
     ],
 )
@@ -65,6 +66,13 @@ def test_a_local_block_holds_one_block() -> None:
     assert taken(("a", GroupBlocks([3], (0,))), ("a", GroupBlocks([3], (0,))))[1].endswith(
         "loaded by another request of the step too"
     )
+
+
+def test_a_request_that_is_left_out_holds_no_block() -> None:
+    said = taken(("a", GroupBlocks([3], (0,))), ("a", GroupBlocks([3, 4], (0, 1))), ("a", GroupBlocks([9, 4], (), (1,))))
+    assert [bool(problem) for problem in said] == [False, True, False]
+    said = taken(("a", GroupBlocks([3], (0,))), ("a", GroupBlocks([3, 4], (0, 1))), ("a", GroupBlocks([9, 4], (1,))))
+    assert [bool(problem) for problem in said] == [False, True, False], "nor one that it was to load"
 
 
 def test_a_block_of_several_hash_units_is_told_by_its_last() -> None:
