@@ -137,7 +137,7 @@ class JsonRows(_PlainRows):
             raise in_field(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _no_json(line, error) from None
-        with contextlib.suppress(msgspec.DecodeError):  # names that are no UTF-8
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # names that are no UTF-8
             _refuse_misspelt(msgspec.json.decode(line, type=dict[str, msgspec.Raw]), "field")
         return row
 
