@@ -17,10 +17,10 @@ from kvactors.actors.draining import DrainExpired, Draining
 from kvactors.actors.lookups import Find, LookupDone, LookupExpired, Lookups
 from kvactors.actors.mailbox import Mailbox
 from kvactors.actors.pool import TransferPool
-from kvactors.actors.run import Run, named
+from kvactors.actors.request_story import RequestStory
+from kvactors.actors.step_run import Run, group_names
 from kvactors.actors.step_state import StepState
 from kvactors.actors.store_watch import ProbeDone, ProbeNow, StoreWatch
-from kvactors.actors.telling import Telling
 from kvactors.core.clock import Clock
 from kvactors.core.config import EngineConfig
 from kvactors.core.layout import KVLayout, group_hashes
@@ -103,7 +103,7 @@ class Coordinator(Actor):
         self._releases: list[ReleaseRequest] = []
         self._drain = Draining(stats)
         self._degraded = ""
-        self.telling = Telling()
+        self.story = RequestStory()
 
     async def handle(self, message: Any) -> None:
         match message:
@@ -168,7 +168,7 @@ class Coordinator(Actor):
             self._pass_through(self._open, refusal)
             return
         saving = frozenset(r.request_id for r in state.requests.values() if not self._taints.check(r))
-        self.telling.begins(state)
+        self.story.begins(state)
         await self._prepare(self._open, message.event, saving)
 
     def _refusal(self) -> str:
@@ -203,7 +203,7 @@ class Coordinator(Actor):
         self._stats.steps_passed_through += 1
         run.active = True
         run.failed = reason
-        self.telling.passes_through(run.state, reason)
+        self.story.passes_through(run.state, reason)
         run.state.pass_through(reason)
 
     async def _prepared(self, message: Prepared | PrepareFailed) -> None:
@@ -219,7 +219,7 @@ class Coordinator(Actor):
     async def _prepare_expired(self, step: int) -> None:
         run = self._runs.get(step)
         if run is not None and not run.active:
-            run.failed = run.failed or f"{named(run.preparing)} were not prepared before the deadline"
+            run.failed = run.failed or f"{group_names(run.preparing)} were not prepared before the deadline"
             await self._activate(run)
 
     async def _activate(self, run: Run) -> None:
@@ -245,7 +245,7 @@ class Coordinator(Actor):
         """Every put that the preparation opened, in any group, is revoked; gets are released; loads are reported failed."""
         log.warning("preparation failed; the step passes through", step=run.state.id, reason=run.failed)
         self._stats.steps_passed_through += 1
-        self.telling.rolled_back(run.state, run.failed)
+        self.story.rolled_back(run.state, run.failed)
         run.state.passed_through = True
         if run.state.load_layers:
             run.state.fail_layer(run.state.load_layers[0], f"preparation failed: {run.failed}")
@@ -290,7 +290,7 @@ class Coordinator(Actor):
         run.end_asked = True
         run.held.clear()
         run.failed = run.failed or f"aborted: {reason}"
-        self.telling.aborted(run.state, reason)
+        self.story.aborted(run.state, reason)
         self._pool.cancel(step)
         run.active = True  # a preparation still under way is not waited for
         self._stop_prepare_timer(run)
@@ -342,7 +342,7 @@ class Coordinator(Actor):
     def _note_failures(self, state: StepState) -> None:
         for failure in state.failures().values():
             self._taints.add(failure)
-            self.telling.load_failed(failure)
+            self.story.load_failed(failure)
 
     async def _begin_next(self) -> None:
         if self._open is None and self._next:
@@ -369,7 +369,7 @@ class Coordinator(Actor):
             run.end_asked = True
             await self._check_end(run)
             return
-        self.telling.begins(state)
+        self.story.begins(state)
         await self._prepare(run, message.event, frozenset())
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -405,9 +405,9 @@ class Coordinator(Actor):
             if m.reason is not ReleaseReason.PREEMPTED:
                 self._taints.forget(m.request_id)
             if m.answer is _nobody:
-                self.telling.forgotten(m.request_id)
+                self.story.forgotten(m.request_id)
             else:
-                self.telling.released(m.request_id, m.reason.value)
+                self.story.released(m.request_id, m.reason.value)
             m.answer()
 
     # -- the store, and trouble ----------------------------------------------------------------------------------------

@@ -209,6 +209,7 @@ class Crew:
         self.coordinator.answer_all()
 
     def is_dead(self) -> bool:
+        """Asked anew each time: another thread may have given up since, which a type checker does not see of an attribute."""
         return bool(self.dead)
 
     def post(self, message: Any) -> None:
@@ -244,7 +245,7 @@ class Crew:
         """Has the actors note what happens to requests; asked for again, the same book."""
         if self.story is None:
             self.story = StoryBook(self._clock)
-            self.coordinator.telling.record = self.story.record
+            self.coordinator.story.record = self.story.record
             for table in self.tables:
                 table.record = self.story.record if self._range_debug is None else self._record
         return self.story

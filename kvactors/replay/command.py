@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import os
-import stat
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import BinaryIO
 
 from rich.console import Console
 
@@ -21,6 +16,7 @@ from kvactors.live import Address
 from kvactors.replay.html import write_page
 from kvactors.replay.interrupts import Interrupts
 from kvactors.replay.live import run_live
+from kvactors.replay.log_file import LogFile
 from kvactors.replay.memory_need import available_bytes, memory_warning
 from kvactors.replay.onlooker import Onlooker
 from kvactors.replay.plan import Plan
@@ -33,8 +29,6 @@ from kvactors.replay.timeline import MOST_SPANS, SpanLog, write_timeline
 from kvactors.replay.virtual import run_on_virtual_time
 
 _PAGE_SPANS = 50_000
-_HELD = (errno.EWOULDBLOCK, errno.EACCES)
-"""What locking a file may answer if somebody else holds the lock; anything else: the file system has no locks."""
 
 _Output = tuple[str | None, Callable[[str], None]]
 """A file's name, if it was asked for, and who writes it."""
@@ -67,8 +61,8 @@ def run_and_show(
     virtual = plan.options.virtual is not None
     with Interrupts() as interrupts, contextlib.ExitStack() as running:
         progress = running.enter_context(progress_for(err, plan.summary.requests, MonotonicClock(), plain=virtual))
-        log = _LogFile(event_log_file, partial(_cannot_write, err, event_log_file))
-        told = _LogFile(stories_file, partial(_cannot_write, err, stories_file))
+        log = LogFile(event_log_file, partial(_cannot_write, err, event_log_file))
+        told = LogFile(stories_file, partial(_cannot_write, err, stories_file))
         running.callback(log.close)
         running.callback(told.close)
         stories = None if stories_file is None else StoryLog(told, plan)
@@ -130,66 +124,6 @@ def run_and_show(
     return 1 if outcome.report.broken or failed else 0
 
 
-class _LogFile:
-    """A file that is written while the run goes on, and whose failure is told at once but does not end it. It is opened, and so
-    emptied, at its first line: a run that is refused leaves what is there."""
-
-    def __init__(self, path: str | None, on_lost: Callable[[OSError], None]) -> None:
-        self.lost = False
-        self._path, self._on_lost = path, on_lost
-        self._file: BinaryIO | None = None
-
-    def write(self, line: bytes) -> None:
-        if self._path is None or self.lost:
-            return
-        try:
-            if self._file is None:
-                self._file = open(self._path, "wb", opener=_open_at_once)  # noqa: SIM115 (closed by whoever made this)
-            self._file.write(line)
-            self._file.flush()
-        except OSError as error:
-            self._lose(error)
-
-    def close(self) -> None:
-        file, self._file, self._path = self._file, None, None
-        try:
-            if file is not None:
-                file.close()
-        except OSError as error:
-            self._lose(error)
-
-    def _lose(self, error: OSError) -> None:
-        if not self.lost:
-            self.lost = True
-            self._on_lost(error)
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Opens without waiting for somebody to read a pipe, which could be forever. A file is for this run alone, and is emptied.
-
-    Raises:
-        BlockingIOError: another run writes this file.
-    """
-    descriptor = os.open(path, (flags & ~os.O_TRUNC) | os.O_NONBLOCK, 0o666)
-    try:
-        os.set_blocking(descriptor, True)
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            _lock(descriptor)
-            os.ftruncate(descriptor, 0)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _lock(descriptor: int) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _HELD:
-            raise BlockingIOError(errno.EWOULDBLOCK, "is locked") from error
-
-
 def _write(err: Console, *outputs: _Output) -> bool:
     """Writes each output that was asked for; whether one of them failed."""
     failed = False
@@ -205,9 +139,5 @@ def _write(err: Console, *outputs: _Output) -> bool:
 
 
 def _cannot_write(err: Console, path: str | None, error: Exception) -> None:
-    why = None
-    if isinstance(error, OSError):
-        why = {errno.ENXIO: "nobody reads this pipe", errno.EWOULDBLOCK: "it is locked; is another run writing it?"}.get(
-            error.errno or 0
-        )
-    err.print(f"kvactors: {path}: cannot be written: {why or getattr(error, 'strerror', None) or error}", soft_wrap=True)
+    why = getattr(error, "strerror", None) or error
+    err.print(f"kvactors: {path}: cannot be written: {why}", soft_wrap=True)

@@ -15,7 +15,7 @@ from kvactors.core.store import Outcome, RangeBatch
 from kvactors.devices import ManualEvent
 from kvactors.engine import crew
 from kvactors.errors import DrainTimeout, StepError
-from kvactors.messages import StoreLost
+from kvactors.messages import LoadDone, StoreLost
 from kvactors.stores.fault_plan import Fault
 from kvactors.stores.memory import MemoryStore
 from tests.engine.rig import Rig, arrived, full_layout, hashes
@@ -234,15 +234,21 @@ async def test_loads_that_wait_for_an_event_are_promoted_too() -> None:
         await step.end()
 
 
+async def frozen_load_and_release(rig: Rig) -> tuple[asyncio.Task[LoadDone], asyncio.Task[None]]:
+    """A load of "a" outside steps whose read is frozen, and a release of "a" that has reached the coordinator."""
+    fine = hashes(1)
+    await rig.save("a", fine)
+    groups = rig.request("a", fine, load={0: [0]}, first_id=10).groups
+    loading = asyncio.create_task(rig.engine.load("a", groups, fine))
+    await arrived(rig.store.gates["gate"])
+    releasing = asyncio.create_task(rig.engine.release("a"))
+    await until(rig, lambda: bool(rig.engine.crew.coordinator._releases))
+    return loading, releasing
+
+
 async def test_a_release_that_waits_is_answered_when_a_drain_gives_up() -> None:
     async with Rig(full_layout(), [Fault(what="freeze", call="get_ranges", nth=1)]) as rig:
-        fine = hashes(1)
-        await rig.save("w", fine)
-        groups = rig.request("a", fine, load={0: [0]}, first_id=10).groups
-        loading = asyncio.create_task(rig.engine.load("a", groups, fine))
-        await arrived(rig.store.gates["gate"])
-        releasing = asyncio.create_task(rig.engine.release("a"))
-        await until(rig, lambda: bool(rig.engine.crew.coordinator._releases))
+        loading, releasing = await frozen_load_and_release(rig)
         with pytest.raises(DrainTimeout):
             await rig.engine.drain(0.05)
         await asyncio.wait_for(releasing, SOON_S)
@@ -446,13 +452,7 @@ async def test_what_a_layer_that_was_not_waited_for_to_the_end_may_still_write_i
 
 async def test_a_release_after_its_step_waits_for_a_load_outside() -> None:
     async with Rig(full_layout(), [Fault(what="freeze", call="get_ranges", nth=1)]) as rig:
-        fine = hashes(1)
-        await rig.save("a", fine)
-        groups = rig.request("a", fine, load={0: [0]}, first_id=10).groups
-        loading = asyncio.create_task(rig.engine.load("a", groups, fine))
-        await arrived(rig.store.gates["gate"])
-        releasing = asyncio.create_task(rig.engine.release("a"))
-        await until(rig, lambda: bool(rig.engine.crew.coordinator._releases))
+        loading, releasing = await frozen_load_and_release(rig)
         assert not releasing.done(), "a call may still write its block"
         rig.store.release()
         await releasing

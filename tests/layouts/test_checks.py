@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvactors.core.layout import KVLayout
+from kvactors.core.layout import MOST_LAYERS, KVLayout
 from kvactors.errors import LayoutError
 from kvactors.layouts import FAMILIES, layout_from_data
 from kvactors.layouts.checks import spans
@@ -244,3 +245,8 @@ def test_bytes_that_do_not_fit(bad: dict[str, Any], problem: str) -> None:
 @pytest.mark.parametrize(("numbers", "told"), [([], ""), ([3], "3"), ([0, 1, 2, 5, 7, 8], "0-2, 5, 7-8")])
 def test_spans(numbers: list[int], told: str) -> None:
     assert spans(numbers) == told
+
+
+def test_the_page_has_the_bound_of_layer_numbers() -> None:
+    page = Path(__file__).parents[2] / "docs/layout-files.md"
+    assert f"from 0 and below {MOST_LAYERS:,};" in page.read_text()

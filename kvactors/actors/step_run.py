@@ -28,12 +28,12 @@ class Run:
 
     def waits_for(self) -> str:
         if self.preparing:
-            return f"{named(self.preparing)} are preparing"
+            return f"{group_names(self.preparing)} are preparing"
         if self.ending:
-            return f"{named(self.ending)} have transfers under way"
-        return f"{named(self.settling)} have sessions without an end" if self.settling else "its end was not asked for"
+            return f"{group_names(self.ending)} have transfers under way"
+        return f"{group_names(self.settling)} have sessions without an end" if self.settling else "its end was not asked for"
 
 
-def named(groups: Iterable[int]) -> str:
+def group_names(groups: Iterable[int]) -> str:
     """`groups 0, 2`."""
     return f"groups {', '.join(map(str, sorted(groups)))}"

@@ -10,7 +10,7 @@ from kvactors.core.steps import FailedLoad
 from kvactors.core.story import WHOLE_REQUEST
 
 
-class Telling:
+class RequestStory:
     """Tells `record`; nothing while that is None, for then nobody wants to know."""
 
     def __init__(self) -> None:
