@@ -16,7 +16,7 @@ _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 class LogFile:
     """A file whose failure is told at once (`on_lost`) but does not end the run.
 
-    It is opened, and so emptied, at its first line: a run that is refused leaves what is there. Without a path nothing is written.
+    It is opened, and so emptied, at its first line: a run that is refused leaves what is there. No path: it writes nothing.
 
     Attributes:
         lost: it failed, and takes no more lines.
