@@ -235,7 +235,7 @@ class Job(ABC):
     layer: int = -1
     distance: int = 0
     event: DeviceEvent | None = None
-    settled: Callable[[TransferDone], None] | None = None
+    settled: Callable[[], None] | None = None
     epoch: int = -1
     deadline_s: float = 0.0
     """by when a worker must have taken it; set by the pool"""

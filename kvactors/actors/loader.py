@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from kvactors.actors.group_step import GroupContext, GroupStep, per_call
-from kvactors.actors.step_state import LayerTask, StepState
+from kvactors.actors.step_state import StepState
 from kvactors.core.answers import in_words
 from kvactors.core.calls import RangeCall
 from kvactors.core.events import DeviceEvent
@@ -211,14 +211,14 @@ class Loader:
                 c.range_debug.ranges("get", c.group_id, call, owners, event)
         return [
             Transfer(
-                reply=c.mailbox.post,
+                reply=partial(self._answer, gs, call),
                 priority=priority,
                 group_id=c.group_id,
                 step=state.id,
                 layer=layer,
                 distance=layer,
                 event=event,
-                settled=partial(self._settled, gs, call, state.loads[layer]),
+                settled=state.loads[layer].job_done,
                 epoch=call.part.epoch,
                 kind=Kind.GET,
                 call=call,
@@ -241,20 +241,22 @@ class Loader:
         last = max([self._runs[layer] for layer in layers if layer in self._runs] + self._run_ends[at + 1 : at + 2], default=-1)
         return (*layers, *(layer for layer in state.load_layers[len(layers) :] if layer <= last))
 
-    def _settled(self, gs: GroupStep, call: RangeCall, task: LayerTask, done: TransferDone) -> None:
-        """On the thread that finished the call: failures are noted before the layer's latch may open."""
-        loads, outcomes = gs.loads, done.outcomes
+    def _answer(self, gs: GroupStep, call: RangeCall, done: TransferDone) -> None:
+        """On the thread that finished the call: failures are noted before its answer can be seen. Then they are known to
+        whoever ends the step because of the answer, as well as to whoever waits for the layer's latch."""
+        if not done.late and done.outcomes.count(Outcome.OK) != len(done.outcomes):
+            self._note_failures(gs, call, done)
+        self._c.mailbox.post(done)
+
+    def _note_failures(self, gs: GroupStep, call: RangeCall, done: TransferDone) -> None:
+        loads, group_id = gs.loads, self._c.group_id
         assert loads is not None
-        if outcomes.count(Outcome.OK) != len(outcomes):
-            lost = Outcome.LOST in outcomes
-            for row, outcome in zip(call.rows.tolist(), outcomes, strict=True):
-                if outcome is not Outcome.OK:
-                    blocks = [(self._c.group_id, loads.blocks[row])]
-                    why = f"layer {call.layer}: {in_words(outcome, done.error)}"
-                    gs.state.fail(loads.requests[row], call.layer, blocks, why)
-                    if lost:
-                        gs.state.fenced.add((self._c.group_id, int(loads.block_ids[row])))
-        task.job_done()
+        for row, outcome in zip(call.rows.tolist(), done.outcomes, strict=True):
+            if outcome is not Outcome.OK:
+                why = f"layer {call.layer}: {in_words(outcome, done.error)}"
+                gs.state.fail(loads.requests[row], call.layer, [(group_id, loads.blocks[row])], why)
+            if outcome is Outcome.LOST:
+                gs.state.fenced.add((group_id, int(loads.block_ids[row])))
 
     def transferred(self, gs: GroupStep, done: TransferDone, job: Transfer) -> None:
         """A read came back: counts it, notes renewed or expired leases, fences the destinations of a lost call."""

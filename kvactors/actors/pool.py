@@ -160,7 +160,7 @@ class TransferPool:
             jobs = self._unqueue(unwanted)
             jobs += [self._gated.pop(key) for key, job in list(self._gated.items()) if unwanted(job)]
             replies = [self._post(job, answer(job)) for job in jobs]
-        _settle(replies)
+        self.settle(replies)
 
     def jobs_of(self, group_id: int) -> list[Job]:
         """Every job of a group that has not been answered."""
@@ -185,7 +185,7 @@ class TransferPool:
             self._at_rest = at_rest
             if not self._running and not self._late:
                 at_rest.open()
-        _settle(replies)
+        self.settle(replies)
         if self._timer is not None:
             self._timer.cancel()
         self._executor.stop()
@@ -220,9 +220,17 @@ class TransferPool:
         return TransferDone(job, outcomes, started, self._clock.now(), epoch, error)
 
     def finish(self, worker: Worker, done: TransferDone) -> None:
-        """Answers a job whose call returned; the answer is late if the call had been given up."""
+        """What follows a call. A thread may stop between any two of these, and actors act on what was posted before."""
+        self.note(worker, done)
+        self.settle(self.answer(worker, done))
+
+    def note(self, worker: Worker, done: TransferDone) -> None:
+        """Tells the observer of a call, and the coordinator what it says about the store."""
         self._observe(worker, done)
         self._note_store(done)
+
+    def answer(self, worker: Worker, done: TransferDone) -> list[TransferDone]:
+        """Answers a job whose call returned; the answer is late if that was given up. Returns what is to be settled."""
         answers = done.answers()
         with self._lock:
             late = self._running.pop(worker, None) is None
@@ -234,7 +242,14 @@ class TransferPool:
                 _reply(answer)
             if self._at_rest is not None and not self._running and not self._late:
                 self._at_rest.open()
-        _settle(answers)
+        return answers
+
+    @staticmethod
+    def settle(answers: Sequence[TransferDone]) -> None:
+        """After the reply: uncounts tasks and opens latches; whoever one wakes finds the reply already on its way."""
+        for done in answers:
+            if done.job.settled is not None and not done.late:
+                done.job.settled()
 
     @property
     def stopped(self) -> bool:
@@ -264,7 +279,7 @@ class TransferPool:
     def _enqueue(self, jobs: Sequence[Job]) -> None:
         with self._lock:
             refused = [done for job in jobs for done in self._push(job)]
-        _settle(refused)
+        self.settle(refused)
 
     def _push(self, job: Job) -> list[TransferDone]:
         """Puts a job into the queue and wakes a worker, with the lock held. Returns a refused job's answer, to be settled."""
@@ -305,14 +320,14 @@ class TransferPool:
         with self._lock:
             waiting = [job for job in jobs if self._gated.pop(id(job), None) is not None]
             refused = [done for job in waiting for done in self._push(job)]
-        _settle(refused)
+        self.settle(refused)
 
     def _fail_gated(self, jobs: Sequence[Job], waits: bool) -> None:
         """The event raised. If the jobs waited for it already, it may have fired before: then they are on their way."""
         with self._lock:
             failed = [job for job in jobs if not waits or self._gated.pop(id(job), None) is not None]
             replies = [self._post(job, Outcome.EVENT_LOST) for job in failed]
-        _settle(replies)
+        self.settle(replies)
 
     def _observe(self, worker: Worker, done: TransferDone) -> None:
         if self._observer is None:
@@ -388,7 +403,7 @@ class TransferPool:
                 log.warning("a store call passed its deadline", store=self.store.name, call=done.job.method, after_s=limit)
             else:
                 log.warning("a store call was not made in time", call=done.job.method, why=done.outcomes[0].value)
-        _settle(replies)
+        self.settle(replies)
         if dues:
             self._arm(min(dues) - now)
 
@@ -399,14 +414,6 @@ def _reply(done: TransferDone) -> None:
         done.job.reply(done)
     except Exception as e:
         log.error("a reply could not be posted", call=done.job.label, error=repr(e))
-
-
-def _settle(replies: list[TransferDone]) -> None:
-    """After the reply: uncounts tasks and opens latches; whoever one wakes finds the reply already on its way."""
-    for done in replies:
-        settled: Callable[[TransferDone], None] | None = done.job.settled
-        if settled is not None and not done.late:
-            settled(done)
 
 
 def _span_args(job: Job, outcomes: list[Outcome]) -> dict[str, Any]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 from kvactors.actors.group_step import GroupContext, GroupStep, per_call
 from kvactors.actors.put_opens import PutOpens
-from kvactors.actors.step_state import LayerTask, StepState
+from kvactors.actors.step_state import StepState
 from kvactors.core.answers import in_words
 from kvactors.core.queue import Priority
 from kvactors.core.sessions import PutEvent, PutSession, PutState
@@ -62,7 +61,7 @@ class Saver:
                 step=state.id,
                 layer=message.layer,
                 event=message.event,
-                settled=partial(_uncount, task),
+                settled=task.job_done,
                 epoch=call.part.epoch,
                 kind=Kind.PUT,
                 call=call,
@@ -241,7 +240,3 @@ def end_of_revoke(
     if outcome is Outcome.NOT_OWNER or not may_retry:
         return PutEvent.POISON, in_words(outcome, error)
     return None
-
-
-def _uncount(task: LayerTask, _done: TransferDone) -> None:
-    task.job_done()

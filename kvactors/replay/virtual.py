@@ -98,11 +98,11 @@ class ReplayWorkers(SimulatedWorkers):
         done = pool.call(job)
         done.started_s = started_s
         if self._slept_s:
-            self._loop.call_later(self._slept_s, self._answer, pool, worker, done)
+            self._loop.call_later(self._slept_s, self._end, pool, worker, done)
         else:
-            self._answer(pool, worker, done)
+            self._end(pool, worker, done)
 
-    def _answer(self, pool: TransferPool, worker: Worker, done: TransferDone) -> None:
+    def _end(self, pool: TransferPool, worker: Worker, done: TransferDone) -> None:
         done.ended_s = self._loop.now()
         pool.finish(worker, done)
         self._look(worker)

@@ -6,11 +6,18 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from kvactors.actors.pool import TransferPool
 from kvactors.actors.workers import Worker
 from kvactors.messages import Job, Transfer, TransferDone
 from kvactors.simulate.loop import VirtualLoop
+
+PAUSES = 0.3
+MOST_PAUSE_S = 0.002
+"""How often, and how long at most, a worker stops after a call, before its answer and after it: several calls of others."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,7 @@ class SimulatedWorkers:
     Args:
         rng: draws durations and where in a call its effect happens (at its begin, or at its end); None: always at its end.
         delay_s: asked once per call for the seconds that a fault adds.
+        pauses: draws whether a worker stops, as a thread may, between a call, its answer and what follows it; None: never.
     """
 
     def __init__(
@@ -41,9 +49,11 @@ class SimulatedWorkers:
         speed: Speed,
         rng: random.Random | None = None,
         delay_s: Callable[[], float] | None = None,
+        pauses: random.Random | None = None,
     ) -> None:
         self._loop, self._speed, self._rng = loop, speed, rng
         self._delay_s = delay_s
+        self._pauses = pauses
         self._pool: TransferPool | None = None
 
     def start(self, pool: TransferPool, workers: Sequence[Worker]) -> None:
@@ -78,7 +88,25 @@ class SimulatedWorkers:
             self._loop.call_later(duration, partial(self._finish, worker, partial(pool.call, job)))
 
     def _finish(self, worker: Worker, call: Callable[[], TransferDone]) -> None:
+        pool, done = self._pool, call()
+        assert pool is not None
+        pool.note(worker, done)
+        self._go_on(self._answer, worker, done)
+
+    def _answer(self, worker: Worker, done: TransferDone) -> None:
         pool = self._pool
         assert pool is not None
-        pool.finish(worker, call())
+        self._go_on(self._settle, worker, pool.answer(worker, done))
+
+    def _settle(self, worker: Worker, answers: Sequence[TransferDone]) -> None:
+        pool = self._pool
+        assert pool is not None
+        pool.settle(answers)
         self._look(worker)
+
+    def _go_on(self, then: Callable[[Worker, T], None], worker: Worker, what: T) -> None:
+        """Now, or after a pause."""
+        if self._pauses is not None and self._pauses.random() < PAUSES:
+            self._loop.call_later(self._pauses.uniform(0.0, MOST_PAUSE_S), then, worker, what)
+        else:
+            then(worker, what)

@@ -186,7 +186,8 @@ class World:
             base = local_bytes * (number * len(ranks) + i)
             local = LocalBlocks(rank.layout, rank.tp_rank, memory, base, self.local_blocks, rng)
             store = SimulatedStore(self.pool, number * len(ranks) + i, self._store_trouble, self.good_range_bytes)
-            workers = SimulatedWorkers(self.loop, Speed(), random.Random(rng.random()), self._delay_s)
+            pauses = random.Random(f"{self.scenario.seed}/pauses {number} {i}")
+            workers = SimulatedWorkers(self.loop, Speed(), random.Random(rng.random()), self._delay_s, pauses)
             stream = Stream(self.loop)
             engine = Engine(
                 rank.layout,

@@ -140,7 +140,7 @@ class Desk:
                 oldest_s=self.loop.now(),
                 run=run,
             )
-            job.settled = lambda _outcomes, job=job: self.settled.append(job)
+            job.settled = lambda job=job: self.settled.append(job)
             jobs.append(job)
         return jobs
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -485,3 +486,21 @@ def a_rider_of_other_rows_is_taken(patch: Patch) -> None:
 def riders_beyond_the_limits_of_a_call(patch: Patch) -> None:
     real = Riders.__init__
     patch.setattr(Riders, "__init__", lambda self, good, limit: real(self, good, 0))
+
+
+@mutant("flaky-keys")
+def failures_noted_after_the_answer(patch: Patch) -> None:
+    """As it was once: whoever acts on an answer before its worker goes on knows of no failure."""
+    note, settle = Loader._note_failures, TransferPool.settle
+    unnoted: dict[int, Callable[[], None]] = {}
+
+    def note_later(self: Any, gs: Any, call: Any, done: TransferDone) -> None:
+        unnoted[id(done)] = partial(note, self, gs, call, done)
+
+    def settled(answers: Any) -> None:
+        for done in answers:
+            unnoted.pop(id(done), lambda: None)()
+        settle(answers)
+
+    patch.setattr(Loader, "_note_failures", note_later)
+    patch.setattr(TransferPool, "settle", staticmethod(settled))
