@@ -131,6 +131,8 @@ class World:
         self.rng = rng("workload")
         self.violations: list[str] = []
         self.events = 0
+        self.slowed_s = 0.0
+        """by how much calls were slowed so far, frozen ones not counted"""
         self.stores: list[SimulatedStore] = []
         self.excused: set[str] = set()
         """keys that need not be published: their writer's load failed"""
@@ -238,7 +240,9 @@ class World:
         if trouble.draw("freeze", rates.freeze):
             return FREEZE_S
         if trouble.draw("spike", rates.spike):
-            return trouble.pick(0.0, 1.5 * CALL_DEADLINE_S)
+            spike_s = trouble.pick(0.0, 1.5 * CALL_DEADLINE_S)
+            self.slowed_s += spike_s
+            return spike_s
         return 0.0
 
     # -- running -------------------------------------------------------------------------------------------------------
