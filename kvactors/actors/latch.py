@@ -10,6 +10,8 @@ import asyncio
 import threading
 from collections.abc import Callable
 
+from kvactors.actors.loops import call_on
+
 
 class Latch:
     """Opens once, from any thread."""
@@ -19,7 +21,7 @@ class Latch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open = False
-        self._waiters: list[Callable[[], None]] = []
+        self._waiters: list[Callable[[], object]] = []
 
     @property
     def is_open(self) -> bool:
@@ -32,7 +34,7 @@ class Latch:
         for wake in waiters:
             wake()
 
-    def on_open(self, wake: Callable[[], None]) -> None:
+    def on_open(self, wake: Callable[[], object]) -> None:
         """Calls `wake` once when the latch opens, at once if it is open."""
         with self._lock:
             if not self._open:
@@ -60,11 +62,7 @@ class Latch:
             if not future.done():
                 future.set_result(opened)
 
-        def wake() -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(answer, True)
-
-        self.on_open(wake)
+        self.on_open(lambda: call_on(loop, answer, True))
         timer = loop.call_later(timeout_s, answer, False)
         try:
             return await future

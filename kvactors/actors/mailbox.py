@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from typing import Generic, TypeVar
 
+from kvactors.actors.loops import call_on
 from kvactors.errors import MailboxOverflowError
 
 M = TypeVar("M")
@@ -58,8 +59,8 @@ class Mailbox(Generic[M]):
             self._sleeping = False
             if threading.get_ident() == self._thread:
                 self._wake()
-            elif self._loop is not None and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._wake)
+            elif self._loop is not None:
+                call_on(self._loop, self._wake)
 
     async def send(self, message: M) -> None:
         """Appends when there is room; on the loop only."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvactors.actors.actor import Actor
-from kvactors.actors.loops import START_S, new_loop
+from kvactors.actors.loops import START_S, call_on, new_loop
 from kvactors.devices import MonotonicClock
 from kvactors.disagg.blocks import RequestBlocks
 from kvactors.disagg.bootstrap import BootstrapServer, Registration, query, register
@@ -188,8 +188,8 @@ class HandoffWorker:
 
     def close(self) -> None:
         """Ends links and transport; waits for sends under way. Idempotent."""
-        if self._thread.is_alive() and self._closing is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._closing.set)
+        if self._closing is not None:
+            call_on(self._loop, self._closing.set)
         self._thread.join(CLOSE_S)
         self._transport.close()
 

@@ -78,8 +78,8 @@ class BlockingEngine:
 
     def close(self) -> None:
         """Stops the loop and its thread; what is under way is reported failed. Idempotent; does not close the store."""
-        if self._thread.is_alive() and self._stopped is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._stopped.set)
+        if self._stopped is not None:
+            loops.call_on(self._loop, self._stopped.set)
         self._thread.join(loops.START_S)
 
     def __enter__(self) -> BlockingEngine:

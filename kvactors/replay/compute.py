@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar
 
+from kvactors.actors.loops import call_on
 from kvactors.core.clock import Clock
 
 T = TypeVar("T")
@@ -77,7 +78,4 @@ def _post(future: asyncio.Future[Computed], answer: Computed | None, error: Base
         elif answer is not None:
             future.set_result(answer)
 
-    try:
-        future.get_loop().call_soon_threadsafe(land)
-    except RuntimeError:
-        pass  # the loop is closed: nobody waits any more
+    call_on(future.get_loop(), land)

@@ -33,7 +33,7 @@ class Interrupts:
         self.count = 0
         self.hopeless = False
         self._first = signal.SIGINT
-        self._act: Callable[[int], None] | None = None
+        self._act: Callable[[int], object] | None = None
         self._unheeded = 0
         self._before: dict[signal.Signals, Any] = {}
 
@@ -54,7 +54,7 @@ class Interrupts:
             signal.signal(*self._before.popitem())
 
     @contextlib.contextmanager
-    def passed_to(self, act: Callable[[int], None], *, only_further: bool = False) -> Iterator[None]:
+    def passed_to(self, act: Callable[[int], object], *, only_further: bool = False) -> Iterator[None]:
         """Calls `act` with the count at each signal, on the main thread between two bytecodes; at once if one came before,
         unless it is for `only_further` ones."""
         self._act = act

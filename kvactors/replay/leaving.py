@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+from kvactors.actors.loops import call_on
 from kvactors.core.store import Store
 from kvactors.errors import KVActorsError
 from kvactors.replay.interrupts import Interrupts
@@ -41,7 +42,7 @@ async def leave(pool: LocalPool, store: Store, interrupts: Interrupts | None, on
     threading.Thread(target=_run, args=(loop, left, act), name="kvactors leave", daemon=True).start()
     telling = None if on_waiting is None else loop.call_later(SAY_AFTER_S, on_waiting)
     try:
-        with _further(interrupts, partial(_call, loop, partial(_succeed, hurry))):
+        with _further(interrupts, partial(call_on, loop, partial(_succeed, hurry))):
             await asyncio.wait({left, hurry}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         if telling is not None:
@@ -67,7 +68,7 @@ def leave_now(pool: LocalPool, store: Store) -> None:
             _never_freed.append(pool)
 
 
-def _further(interrupts: Interrupts | None, act: Callable[[], None]) -> AbstractContextManager[None]:
+def _further(interrupts: Interrupts | None, act: Callable[[], object]) -> AbstractContextManager[None]:
     return nullcontext() if interrupts is None else interrupts.passed_to(lambda _: act(), only_further=True)
 
 
@@ -79,9 +80,9 @@ def _run(loop: asyncio.AbstractEventLoop, left: asyncio.Future[None], act: Calla
     try:
         act()
     except BaseException as error:
-        _call(loop, partial(_fail, left, error))
+        call_on(loop, partial(_fail, left, error))
     else:
-        _call(loop, partial(_succeed, left))
+        call_on(loop, partial(_succeed, left))
 
 
 def _succeed(left: asyncio.Future[None]) -> None:
@@ -92,10 +93,3 @@ def _succeed(left: asyncio.Future[None]) -> None:
 def _fail(left: asyncio.Future[None], error: BaseException) -> None:
     if not left.done():
         left.set_exception(error)
-
-
-def _call(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
-    try:
-        loop.call_soon_threadsafe(act)
-    except RuntimeError:
-        pass  # the loop is closed: nobody waits any more

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from kvactors.actors.loops import call_on
 from kvactors.actors.workers import Executor
 from kvactors.core.clock import Clock
 from kvactors.core.config import EngineConfig
@@ -261,7 +262,7 @@ class _passing_on:
 
     def __init__(self, interrupts: Interrupts | None, act: Callable[[int], None]) -> None:
         loop = asyncio.get_running_loop()
-        self._passed = None if interrupts is None else interrupts.passed_to(lambda n: _call(loop, act, n))
+        self._passed = None if interrupts is None else interrupts.passed_to(lambda n: call_on(loop, act, n))
 
     def __enter__(self) -> None:
         if self._passed is not None:
@@ -270,7 +271,3 @@ class _passing_on:
     def __exit__(self, *error: object) -> None:
         if self._passed is not None:
             self._passed.__exit__(None, None, None)
-
-
-def _call(loop: asyncio.AbstractEventLoop, act: Callable[[int], None], count: int) -> None:
-    loop.call_soon_threadsafe(act, count)

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import OrderedDict
 
+from kvactors.actors.loops import call_on
 from kvactors.disagg.descriptors import Descriptors
 from kvactors.disagg.transports.native import NativeEngine, transfer_engine_class
 from kvactors.disagg.transports.writer import Job, PeerWriter
@@ -98,10 +99,7 @@ class MooncakeTransport:
         ended: asyncio.Future[TransferFailedError | None] = loop.create_future()
 
         def told(error: TransferFailedError | None) -> None:
-            try:
-                loop.call_soon_threadsafe(ended.set_result, error)
-            except RuntimeError:  # the loop was closed, so nobody waits
-                pass
+            call_on(loop, ended.set_result, error)
 
         job = Job(descriptors, told)
         with self._lock:
