@@ -39,6 +39,7 @@ class Actor(ABC):
                 start = self.clock.now()
                 await self.handle(message)
                 self._observer.span(Span(self.name, type(message).__name__, start, self.clock.now()))
+            self.current = None
 
     def later(self, delay_s: float, message: Any) -> asyncio.TimerHandle:
         """Posts a message to this actor after a delay on the loop's clock, unless the timer is cancelled."""

@@ -61,8 +61,8 @@ class Draining:
 
     def finish(self, steps_left: Iterable[str] = ()) -> None:
         """Answers everybody with what was left; nothing = all done."""
-        self._answer([*steps_left, *self._leftovers])
         self._stats.state = "drained"
+        self._answer([*steps_left, *self._leftovers])
 
     def fail(self, reason: str) -> None:
         """The engine ended first."""

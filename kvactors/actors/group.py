@@ -164,6 +164,9 @@ class GroupActor(Actor):
     def _layer_ready(self, message: LayerReady) -> None:
         gs = self.steps.get(message.step)
         if gs is None or gs.ending:
+            state = self._states.get(message.step)
+            if state is not None and message.layer in state.saves:
+                state.saves[message.layer].plan(self.group_id, 0)  # nothing of it is saved any more, but it was counted
             return
         self._loader.start(gs, self._loader.window(gs.state, message.layer), message.event, Priority.PREFETCH)
         if message.saves:

@@ -121,9 +121,10 @@ class Saver:
         if not saves.anything_due:
             return
         commit, revoke = saves.due()
+        epoch = c.pool.epoch  # read once: a worker may raise it at any time
         ready: list[PutSession] = []
         for s in commit:
-            if s.epoch == c.pool.epoch and c.clock.now() - s.opened_at <= c.pool.store.put_safe_age_s:
+            if s.epoch == epoch and c.clock.now() - s.opened_at <= c.pool.store.put_safe_age_s:
                 c.table.put(s, PutEvent.COMMIT)
                 ready.append(s)
             else:
@@ -139,7 +140,7 @@ class Saver:
                     group_id=c.group_id,
                     step=gs.state.id,
                     sessions=part,
-                    epoch=c.pool.epoch,
+                    epoch=epoch,
                 )
             )
         self._revoke([s for s, _ in revoke])

@@ -243,25 +243,27 @@ class StepState:
         for group_id in self.groups:
             self.forgo(group_id, reason)
 
-    def give_up(self, reason: str) -> set[tuple[int, int]]:
-        """The engine died: whatever is under way is reported failed, its destinations are fenced, every latch opens.
+    def may_be_written(self) -> set[tuple[int, int]]:
+        """(group id, local block id) of the destinations that a store call may still write: to be fenced before `give_up`."""
+        for layer in self.load_layers:
+            if not self.loads[layer].ended:
+                self.fence_layer(layer)
+        return self.fenced
 
-        Returns:
-            (group id, local block id) of the destinations that a store call may still write.
-        """
+    def give_up(self, reason: str) -> None:
+        """The engine died: whatever is under way is reported failed, every latch opens, every save task is uncounted. Whoever a
+        latch wakes may reuse the blocks that are not fenced by now."""
         self.passed_through = True
         for layer in self.load_layers:
             task = self.loads[layer]
             if not task.ended:
                 self.fail_layer(layer, reason)
-                self.fence_layer(layer)
                 task.latch.open()
+        self.close()
         for task in list(self.saves.values()):
             task.latch.open()
-        self.closed = True
         self.ended.open()
         self.settled.open()
-        return self.fenced
 
     def fence_layer(self, layer: int) -> None:
         """Destinations of a layer whose load did not return in time: a store call may still write them (I4)."""

@@ -456,6 +456,9 @@ class SenderActor(Actor):
         self._crashed = True
         unread = [self.current, *self.mailbox.take_all()]
         held |= {message.transfer_id for message in unread if isinstance(message, Prefilled)}
+        for message in unread:
+            if isinstance(message, Reached):  # somebody closes already, and waits for it
+                message.event.set()
         await self.close()
         for transfer_id in sorted(held):
             self._freed(transfer_id)

@@ -51,7 +51,7 @@ class BlockingEngine:
 
     def _main(self) -> None:
         try:
-            with _switching(self._engine.config.switch_interval_s):
+            with _switching.every(self._engine.config.switch_interval_s):
                 self._loop.run_until_complete(self._serve())
         except BaseException as e:
             self._failed = e
@@ -284,15 +284,31 @@ class Load:
         return self._engine.load_done(self._state, request_id)
 
 
-@contextlib.contextmanager
-def _switching(interval_s: float | None) -> Iterator[None]:
-    """Has the interpreter switch threads after that time, and afterwards as it did before."""
-    if interval_s is None:
-        yield
-        return
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(interval_s)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
+class _Switching:
+    """How often the interpreter switches threads, which is one number for all engines of a process: the shortest that one of
+    them asks for, and as before once none does."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._asked: list[float] = []
+        self._before = 0.0
+
+    @contextlib.contextmanager
+    def every(self, interval_s: float | None) -> Iterator[None]:
+        if interval_s is None:
+            yield
+            return
+        with self._lock:
+            if not self._asked:
+                self._before = sys.getswitchinterval()
+            self._asked.append(interval_s)
+            sys.setswitchinterval(min(self._asked))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._asked.remove(interval_s)
+                sys.setswitchinterval(min(self._asked, default=self._before))
+
+
+_switching = _Switching()

@@ -196,6 +196,8 @@ class Crew:
 
     def give_up(self, reason: str) -> None:
         """Answers every waiter: nothing more will be moved. Called when the loop or the coordinator ended; any thread."""
+        for state in list(self.states.values()):  # before anybody can see the end
+            self.fences.keep(state.may_be_written())
         self.dead = self.dead or reason
         self.stats.state = "closed" if self.dead == CLOSED else "dead"
         self.coordinator.stop_timers()
@@ -203,7 +205,7 @@ class Crew:
             actor.stop_timers()
         self.pool.stop()
         for state in list(self.states.values()):
-            self.fences.keep(state.give_up(reason))
+            state.give_up(reason)
         self.states.clear()
         self.gate.release_all()
         self.coordinator.answer_all()

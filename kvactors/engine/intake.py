@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -84,14 +85,18 @@ def _loads_something(request: Any) -> bool:
 
 
 class Answer(Generic[T]):
-    """A value that arrives once, with the latch that says so."""
+    """A value that arrives once, with the latch that says so. Of two that give one, as the engine may when it ends, the first
+    counts."""
 
-    __slots__ = ("latch", "value")
+    __slots__ = ("_lock", "latch", "value")
 
     def __init__(self, default: T) -> None:
         self.value = default
         self.latch = Latch()
+        self._lock = threading.Lock()
 
     def give(self, value: T) -> None:
-        self.value = value
-        self.latch.open()
+        with self._lock:
+            if not self.latch.is_open:
+                self.value = value
+                self.latch.open()

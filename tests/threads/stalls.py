@@ -144,7 +144,8 @@ class Stall:
         return self._ran if wanted and self._watching and not self.hit else None
 
     def _ran(self, frame: FrameType, event: str, _argument: Any) -> Any:
-        if event != "line" or self.engine is None:
+        engine = self.engine
+        if event != "line" or engine is None:
             return self._ran
         if self._at is None:
             with self._counting:
@@ -159,14 +160,13 @@ class Stall:
                     self._other = threading.Thread(target=self.meanwhile, name="another")
                     self._other.start()
                 if self._role == "loop":
-                    self._until_compute_waits()
+                    self._until_compute_waits(engine)
                 else:
-                    self._until_actors_wait()
+                    self._until_actors_wait(engine)
         return self._ran
 
-    def _until_actors_wait(self) -> None:
-        assert self.engine is not None
-        loop, thread, mailboxes = self.engine._loop, self.engine._thread, self.engine.inside().mailboxes
+    def _until_actors_wait(self, engine: BlockingEngine) -> None:
+        loop, thread, mailboxes = engine._loop, engine._thread, engine.inside().mailboxes
         quiet = threading.Event()
 
         def look(rounds: int, left: int) -> None:
@@ -180,14 +180,18 @@ class Stall:
         with suppress(RuntimeError):  # it is closed
             loop.call_soon_threadsafe(look, 0, MOST_ROUNDS)
             for _ in range(MOST_ROUNDS_INSIDE if inside else MOST_ROUNDS):
-                if (quiet.is_set() or not thread.is_alive()) and not (self._other and self._other.is_alive()):
+                if (quiet.is_set() or not thread.is_alive()) and self._other_rests():
                     break
                 time.sleep(0)  # lets go of the interpreter
 
-    def _until_compute_waits(self) -> None:
-        assert self.engine is not None
+    def _other_rests(self) -> bool:
+        """Whether what another thread does meanwhile is done, or waits."""
+        other = self._other
+        return other is None or not other.is_alive() or WatchedLock.waiting[other.ident or 0] > 0
+
+    def _until_compute_waits(self, engine: BlockingEngine) -> None:
         inside = WatchedLock.inside[threading.get_ident()]
-        pool, rounds = self.engine.inside().pool, 0
+        pool, rounds = engine.inside().pool, 0
         for _ in range(MOST_ROUNDS_INSIDE if inside else MOST_ROUNDS):
             rounds = rounds + 1 if WatchedLock.waiting[self._compute] and not pool._running else 0
             if rounds == QUIET_ROUNDS:
@@ -197,9 +201,9 @@ class Stall:
 
 def points(seen: Counter[tuple[str, int]], role: str) -> Iterator[Point]:
     """Each line the first time that it is run, and the last; of the loop's, which are most, half-way between; of the caller's,
-    which are few, up to four times."""
+    which are few, the second time too."""
     for (file, line), count in sorted(seen.items()):
-        times = {1, 2, 3, count} if role == "compute" else {1, count}
+        times = {1, 2, count} if role == "compute" else {1, count}
         for nth in [(1 + count) // 2] if role == "loop" else sorted(n for n in times if n <= count):
             yield Point(str(Path(file).relative_to(ROOT)), line, nth)
 
