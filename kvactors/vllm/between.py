@@ -109,7 +109,7 @@ class LoadsBetween:
         failed: set[str],
         invalid: set[int],
     ) -> None:
-        fenced = self._engine.fenced_blocks & _places(waiting.plan)
+        fenced = self._engine.fenced_blocks & load_places(waiting.plan.groups)
         if fenced and not waiting.told:  # a call that was given up may still write
             self._hold(life, waiting, report, over, failed)
         if fenced:
@@ -151,9 +151,10 @@ def blocks_from(groups: Mapping[int, GroupBlocks], first: int, block_tokens: Map
     return found - {NULL_BLOCK}
 
 
-def _places(plan: LoadPlan) -> set[tuple[int, int]]:
-    return {(g, int(b.block_ids[i])) for g, b in plan.groups.items() for i in b.load}
+def load_places(groups: Mapping[int, GroupBlocks]) -> set[tuple[int, int]]:
+    """(group id, local block id) of all that is to be loaded."""
+    return {(g, int(b.block_ids[i])) for g, b in groups.items() for i in b.load}
 
 
 def _blocks(plan: LoadPlan) -> Counter[int]:
-    return Counter({block_id for _, block_id in _places(plan)} - {NULL_BLOCK})
+    return Counter({block_id for _, block_id in load_places(plan.groups)} - {NULL_BLOCK})

@@ -20,7 +20,7 @@ from kvactors.engine import BlockingEngine, BlockingStep
 from kvactors.errors import LoadFailedError
 from kvactors.log import get_logger
 from kvactors.vllm.agreement import Gather, agreed
-from kvactors.vllm.between import LoadsBetween, blocks_from, loaded_from
+from kvactors.vllm.between import LoadsBetween, blocks_from, load_places, loaded_from
 from kvactors.vllm.hooks import LayerHooks
 from kvactors.vllm.layouts import WorkerMemory
 from kvactors.vllm.messages import RequestPlan, StepPlan, WorkerReport
@@ -71,6 +71,8 @@ class OpenStep:
     failed: dict[str, tuple[int, int]] = field(default_factory=dict)
     """name of a life -> (stage layer, first token)"""
     recovered: set[str] = field(default_factory=set)
+    fenced: set[tuple[int, int]] = field(default_factory=set)
+    """(group id, local block id) that a second load of a request may still write"""
 
 
 class StoredBlock(NamedTuple):
@@ -204,9 +206,15 @@ class WorkerSide:
         now.failed[life] = (layer, failure.first_token)
 
     def _recovered(self, now: OpenStep, request: RequestPlan, layer: int) -> bool:
-        """Loads the request once more, whole, while its layer waits. What it computes is right then; it is not saved."""
+        """Loads the request once more, whole, while its layer waits. What it computes is right then; it is not saved. Not while
+        a call of the first load may still write: it would do so while the request computes.
+
+        Raises:
+            LoadFailedError: the second load does not end.
+        """
         left = now.began_s + self._settings.load_deadline_s - self._clock.now()
-        if left <= 0:
+        places = load_places(request.groups)
+        if left <= 0 or places & now.step.fenced_blocks:
             return False
         again = self.engine.load(
             request.life.name,
@@ -215,9 +223,12 @@ class WorkerSide:
         )
         if not again.wait(left):
             self.engine.release(request.life.name, ReleaseReason.ABORTED, wait=False)
-            again.wait(self.engine.patience_s)
+            if not again.wait(self.engine.patience_s):
+                raise LoadFailedError(f"the second load of {request.life.name} does not end; its blocks cannot be used again")
+            now.fenced |= places & self.engine.fenced_blocks
             return False
         if again.result().failure is not None:
+            now.fenced |= places & self.engine.fenced_blocks
             return False
         log.info("a load failed, and went well the second time", request=request.life.name, layer=layer)
         now.recovered.add(request.life.name)
@@ -340,7 +351,7 @@ class WorkerSide:
 
     def _tell_failures(self, now: OpenStep, *, raising: bool) -> None:
         """Reports what failed inside the step. What vLLM cannot be told ends the engine, unless it is ending already."""
-        fenced = now.step.fenced_blocks & self.engine.fenced_blocks
+        fenced = (now.step.fenced_blocks | now.fenced) & self.engine.fenced_blocks
         if fenced and not self.engine.wait_unfenced(fenced, LATE_CALL_S) and raising:
             raise LoadFailedError(
                 f"{len(fenced)} blocks may still be written by store calls that did not return; they cannot be used again"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvactors.core.config import EngineConfig
 from kvactors.core.steps import GroupBlocks
 from kvactors.core.store import Outcome
 from kvactors.devices import MonotonicClock
@@ -22,6 +23,7 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.utils", reason="v
 
 from kvactors.vllm import worker
 from kvactors.vllm.messages import Event, Life, StepPlan
+from kvactors.vllm.settings import ConnectorSettings
 from kvactors.vllm.worker import IDLE_WAIT_S, WorkerSide
 from tests.engine.rig import hashes
 from tests.vllm.worker_rig import WorkerRig, full_layout, load, request, state_layout, window_layout
@@ -165,6 +167,25 @@ class TestLoadsInside:
             assert (report.failed, report.tainted) == ({}, {Life("b")})
             assert rig.contents(BACK) == wrote
             assert rig.side.counters.recovered_loads == 1
+
+    @pytest.mark.parametrize("lost", [1, 3])
+    def test_blocks_that_a_lost_call_may_still_write_are_not_used(
+        self, pool: MemoryStore, lost: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of the first load (call 1), which then is not made good by a second; or of the second (call 3)."""
+        monkeypatch.setattr(ConnectorSettings, "engine", lambda _: EngineConfig(call_deadline_s=0.2, workers=2))
+        monkeypatch.setattr("kvactors.vllm.worker.LATE_CALL_S", 0.01)
+        with WorkerRig(full_layout(), store=pool) as other:
+            other.write(IDS)
+            save_all(other)
+        faults = [Fault(what="freeze", call="get_ranges", nth=lost)]
+        if lost > 1:
+            faults.append(self.fail_gets(times=1))
+        with WorkerRig(full_layout(), store=pool, faults=faults, clock=MonotonicClock()) as rig:
+            with pytest.raises(LoadFailedError, match="3 blocks may still be written"):
+                rig.step(StepPlan([request("b", {0: BACK}, load={0: range(3)})]))
+            assert rig.side.counters.recovered_loads == 0
+            rig.faulty.release()
 
     def test_one_that_fails_for_good_names_its_blocks_and_saves_nothing(self, pool: MemoryStore) -> None:
         with WorkerRig(full_layout(), store=pool) as other:
