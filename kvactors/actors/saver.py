@@ -51,7 +51,7 @@ class Saver:
         if gs.retries:
             self.opens.stop_retrying(gs)
         if state.failed:
-            saves.kill_where(state.failed, "a load of its request failed")
+            saves.kill_where(dict(state.failed), "a load of its request failed")
         calls = saves.signal(message.layer)
         jobs = [
             Transfer(
@@ -117,7 +117,7 @@ class Saver:
         if saves is None or not saves.any_open:
             return
         if gs.state.failed:
-            saves.kill_where(gs.state.failed, "a load of its request failed")
+            saves.kill_where(dict(gs.state.failed), "a load of its request failed")
         if not saves.anything_due:
             return
         commit, revoke = saves.due()

@@ -6,7 +6,8 @@ So a program can start before its store does, and go on when the store comes: an
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from kvactors.core.store import Health, Outcome, RangeBatch, Store
@@ -45,16 +46,23 @@ class LateStore:
 
     def try_open(self) -> str:
         """Opens the store if it is there; what is wrong if it is not. Blocks for as long as the attempt takes."""
-        with self._lock:
+        with self._held():
             if self._store is None and not self._closed:
                 try:
                     self._store = self._opened()
                 except StoreUnreachableError as error:
                     return str(error)
-        if not self._closed:
-            return ""
-        self.close()  # whoever closed while it was being opened did not wait for that
-        return "this store was closed"
+        return "this store was closed" if self._closed else ""
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """With the lock; whoever closes meanwhile does not wait for it, so that is done here."""
+        try:
+            with self._lock:
+                yield
+        finally:
+            if self._closed:
+                self.close()
 
     def _opened(self) -> Store:
         store = self._opener()
@@ -109,13 +117,13 @@ class LateStore:
         return self._reached().readable(keys)
 
     def register(self, address: int, nbytes: int) -> None:
-        with self._lock:
+        with self._held():
             if self._store is not None:
                 self._store.register(address, nbytes)
             self._regions[address] = nbytes
 
     def unregister(self, address: int) -> None:
-        with self._lock:
+        with self._held():
             if self._store is not None:
                 self._store.unregister(address)
             self._regions.pop(address, None)
@@ -124,15 +132,16 @@ class LateStore:
         """Never raises; tries to open the store if it is not open."""
         try:
             problem = self.try_open()
+            return Health(False, problem) if problem else self._reached().health()
         except Exception as error:  # a wrong option cannot come right by waiting, but a probe must not raise
-            problem = repr(error)
-        return Health(False, problem) if problem else self._reached().health()
+            return Health(False, repr(error))
 
     def stats(self) -> Mapping[str, Any]:
         return {} if self._store is None else self._store.stats()
 
     def close(self) -> None:
-        """Closes what is open. An attempt to open that is under way is not waited for; it closes what it opens."""
+        """Closes what is open. Not waited for is an attempt to open, or a change of what is registered; that closes it at its
+        end."""
         self._closed = True
         if not self._lock.acquire(blocking=False):
             return

@@ -318,12 +318,14 @@ class MemoryStore:
             }
 
     def close(self) -> None:
-        """Leave the pool, after the range calls in flight have ended. Later calls raise StoreError; closing again does nothing.
+        """Leave the pool, after the range calls in flight have ended. Later calls raise StoreError; closing again only waits.
 
         Puts left open are those of a dead writer: their keys answer EXISTS to other clients until the discard timeout.
         """
         with self.pool.changed:
             if self._closed:
+                while self._calls:  # the first to close waits for them too
+                    self.pool.wait()
                 return
             self._closed = True
             self.pool.changed.notify_all()

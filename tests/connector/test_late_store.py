@@ -230,3 +230,22 @@ def test_a_closed_store_answers_no_lookup(door: Door) -> None:
     store.close()
     with pytest.raises(StoreError, match="was closed"):
         store.readable(["a"])
+
+
+def test_a_store_that_is_closed_while_memory_is_given_up_is_closed_by_that(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may wait for calls on that memory, and holds what a close would need."""
+    door.there = True
+    store, array = late(door), np.zeros(8, np.uint8)
+    store.try_open()
+    store.register(array.ctypes.data, array.nbytes)
+    (inner,) = door.opened
+    unregister = inner.unregister
+
+    def closed_meanwhile(address: int) -> None:
+        store.close()
+        unregister(address)
+
+    monkeypatch.setattr(inner, "unregister", closed_meanwhile)
+    store.unregister(array.ctypes.data)
+    with pytest.raises(StoreError, match="was closed"):
+        inner.put_open(["k"], [8])

@@ -281,6 +281,24 @@ class WaitSpy:
         monkeypatch.setattr(store.pool, "wait", wait)
 
 
+def test_whoever_closes_second_waits_for_calls_in_flight_too(
+    clock: ManualClock, buffer: Buffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(clock, buffer)
+    store.put_open(["k"], [100])
+    gate, spy = CopyGate(monkeypatch), WaitSpy(store, monkeypatch)
+    writer = Background(store.put_ranges, one_range("k", buffer.address, 100))
+    assert gate.arrived.wait(30)
+    closes = []
+    for _ in range(2):
+        spy.began.clear()
+        closes.append(Background(store.close))
+        assert spy.began.wait(5)
+    gate.release.set()
+    assert writer.result() == [OK]
+    assert [close.result() for close in closes] == [None, None]
+
+
 def test_a_read_in_flight_pins_its_object(clock: ManualClock, buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make(clock, buffer, 100)
     store.put_open(["k"], [100])

@@ -38,7 +38,7 @@ class Sender:
     """
 
     def __init__(self, client: Client, protocol: str, staging_bytes: int) -> None:
-        self.count: Counter[str] = Counter()
+        self._count: Counter[str] = Counter()
         self._client = client
         self._lock = threading.Condition()
         self._closed = False
@@ -73,6 +73,11 @@ class Sender:
                 self._scattering -= 1
                 self._lock.notify_all()
 
+    def counted(self) -> Counter[str]:
+        """A copy of what was counted: `ranges_sent`, `staged_bytes`, `whole_objects`."""
+        with self._lock:
+            return self._count.copy()
+
     def put(self, batch: RangeBatch, answers: Answers, rows: Sequence[int], host: Regions | None) -> None:
         """Writes the ranges of `rows` and fills in their answers. `host`: what may be copied by the CPU; None = all of it."""
         if len(set(batch.keys)) < len(batch.keys):
@@ -95,7 +100,7 @@ class Sender:
             answers[row] = range_outcome(code, whole.nbytes_per_key)
         judge()
         with self._lock:
-            self.count["whole_objects"] += len(rows)
+            self._count["whole_objects"] += len(rows)
 
     def _send(
         self,
@@ -131,7 +136,7 @@ class Sender:
                     with self._may_scatter():
                         plan.scatter(chunk, slot, slice(None) if len(good) == len(chunk_rows) else np.array(good, np.int64))
                 with self._lock:
-                    self.count["staged_bytes"] += len(good) * int(whole.sizes[plan.columns].sum())
+                    self._count["staged_bytes"] += len(good) * int(whole.sizes[plan.columns].sum())
         finally:
             staging.give_back(slot)
 
@@ -142,7 +147,7 @@ class Sender:
         for row, code in zip(rows, codes, strict=True):
             answers[row] = range_outcome(code, nbytes)
         with self._lock:
-            self.count["ranges_sent"] += n * len(sizes)
+            self._count["ranges_sent"] += n * len(sizes)
 
 
 def _part(batch: RangeBatch, rows: slice | npt.NDArray[np.intp]) -> RangeBatch:

@@ -181,7 +181,8 @@ class MooncakeStore:
                 self._tell_once(f"an object of {placed.nbytes} bytes, the layout has {size}: it counts as a miss", key)
             elif self._suspects.key(key, since) or self._suspects.holds(placed.segments, since):
                 answers[i] = Outcome.TRANSFER_FAILED
-                self._count["negative"] += 1
+                with self._lock:
+                    self._count["negative"] += 1
             else:
                 self._sessions.begin_get(key, since, placed, life)
                 continue
@@ -303,8 +304,9 @@ class MooncakeStore:
         self._check_open()
         names = ("reads", "writes", "read_bytes", "written_bytes", "ranges", "ranges_sent")
         more = ("staged_bytes", "whole_objects", "negative")
+        count = self._sender.counted()
         with self._lock:
-            count = self._count + self._sender.count
+            count.update(self._count)
         return {name: count[name] for name in (*names, *more)} | {"gets_open": self._sessions.gets_open}
 
     def close(self) -> None:
@@ -346,10 +348,10 @@ class MooncakeStore:
     def _move(self, batch: RangeBatch, act: Act, count: str, count_bytes: str) -> list[Outcome]:
         """Checks a batch's rows, moves the good ones, and counts."""
         check_shapes(batch)
-        self._check_open()
         answers = [Outcome.INVALID] * len(batch.keys)
         call_under_way = object()
         with self._lock:
+            self._check_open()  # together with the next lines: who closes waits for every call that came before
             regions = self._regions
             host = None if self._host is regions else self._host
             self._moves.add(call_under_way)

@@ -11,6 +11,7 @@ from kvactors.core.store import Outcome, RangeBatch
 from kvactors.errors import StoreError, StoreUnreachableError, UnregisteredMemoryError
 from kvactors.stores.mooncake import client as clients
 from kvactors.stores.mooncake.client import clients_left_open
+from kvactors.stores.mooncake.coalesce import Staging
 from kvactors.stores.mooncake.sender import GET_RANGES, PUT_RANGES
 from kvactors.stores.mooncake.staging import SLOTS
 from tests.stores.contract import Buffer, one_range, ranges
@@ -516,6 +517,29 @@ def test_close_does_not_hang_on_a_call_that_never_returns() -> None:
     gate.release.set()
     read.join(30)
     assert not read.is_alive()
+
+
+def test_a_call_that_close_overtakes_reads_no_local_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner may free that once close has returned."""
+    bench = Bench(staging_bytes=1 << 20)
+    bench.store.put_open(["k"], [64])
+    lock, closed = bench.store._lock, list[bool]()
+
+    class ClosesFirst:
+        def __enter__(self) -> None:
+            if not closed:
+                closed.append(True)
+                bench.store.close()
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    monkeypatch.setattr(bench.store, "_lock", ClosesFirst())
+    monkeypatch.setattr(Staging, "gather", lambda *_: pytest.fail("read after close"))
+    with pytest.raises(StoreError, match="was closed"):
+        bench.store.put_ranges(scattered(bench, ["k"]))
+    assert closed
 
 
 def test_a_late_read_delivers_nothing_after_close() -> None:
