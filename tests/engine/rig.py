@@ -15,6 +15,7 @@ from kvactors.engine import Engine, EngineConfig, Step
 from kvactors.stores.fault_plan import Fault
 from kvactors.stores.faulty import FaultyStore
 from kvactors.stores.memory import MemoryStore
+from tests.engine.in_turn import InTurn
 
 FULL, COMPRESSED, STATE = 0, 1, 2
 PATIENCE_S = 30.0
@@ -69,7 +70,7 @@ class Rig:
                 self.memory.register(array.ctypes.data, array.nbytes)
         bases = {where: array.ctypes.data for where, array in self.local.items()}
         self.config = EngineConfig(**{"audit": True, "call_deadline_s": PATIENCE_S, **(config or {})})
-        self.engine = Engine(self.layout, self.store, bases, self.config, **engine)
+        self.engine = Engine(self.layout, self.store, bases, self.config, **{"executor": InTurn(self.store), **engine})
         self.engine.keep_stories()
 
     async def __aenter__(self) -> Rig:

@@ -9,20 +9,23 @@ from typing import Any
 
 import pytest
 
+from kvactors.actors.workers import Executor
 from kvactors.core.steps import GroupBlocks, ReleaseReason
 from kvactors.devices import ManualEvent
 from kvactors.engine import BlockingEngine
 from kvactors.errors import DrainTimeout, EngineClosedError, StepError
 from kvactors.stores.fault_plan import Fault
+from tests.engine.in_turn import InTurn
 from tests.engine.rig import PATIENCE_S, Rig, full_layout, hashes
 
 
 class BlockingRig(Rig):
     """A rig whose engine is a `BlockingEngine`."""
 
-    def open(self) -> BlockingEngine:
+    def open(self, executor: Executor | None = None) -> BlockingEngine:
         bases = {where: array.ctypes.data for where, array in self.local.items()}
-        self.blocking = BlockingEngine(self.layout, self.store, bases, self.config)
+        executor = InTurn(self.store) if executor is None else executor
+        self.blocking = BlockingEngine(self.layout, self.store, bases, self.config, executor=executor)
         self.blocking.keep_stories()
         return self.blocking
 

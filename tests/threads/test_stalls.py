@@ -13,6 +13,7 @@ import pytest
 from kvactors.actors.loader import Loader
 from kvactors.actors.loops import call_on
 from kvactors.actors.pool import TransferPool
+from kvactors.actors.threads import WorkerThreads
 from kvactors.core.steps import ReleaseReason, StepRequest
 from kvactors.core.store import Outcome, RangeBatch
 from kvactors.engine import BlockingEngine
@@ -58,7 +59,7 @@ class Scene(BlockingRig):
 def staged(stall: Stall, monkeypatch: pytest.MonkeyPatch, scene: Callable[[], Scene]) -> Iterator[Scene]:
     with stall.watching(monkeypatch):
         rig = scene()
-        with rig.open() as engine:
+        with rig.open(WorkerThreads()) as engine:
             stall.engine = engine
             yield rig
             stall.engine = None
