@@ -91,6 +91,11 @@ class Rig:
             await self.engine.lookup(hashes(4, "nothing"), 64)
         await quiet(self)
 
+    async def saves_counted(self) -> None:
+        """Waits until no save task counts as unfinished: its worker may take it off after the step has ended."""
+        while self.engine.pending_saves:
+            await self.engine.lookup(hashes(4, "nothing"), 64)
+
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
     def right(self, where: tuple[int, int, str], block_hash: bytes) -> np.ndarray[Any, Any]:

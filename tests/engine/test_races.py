@@ -184,7 +184,7 @@ async def test_a_search_for_space_that_ends_before_the_loads_are_open() -> None:
                 step.layer_ready(layer)
             await step.end()
             await step.settled()
-            assert rig.engine.pending_saves == 0
+            await rig.saves_counted()
             assert rig.committed(0, fine) == [0, 1]
 
 
@@ -200,7 +200,7 @@ async def test_an_abort_of_a_step_that_has_not_begun() -> None:
         assert set(second.failures) == {"b"}
         rig.store.release()
         await first.settled()
-        assert rig.engine.pending_saves == 0
+        await rig.saves_counted()
         later = hashes(2, "2")
         await rig.run(rig.request("b", later, save={0: [1]}, first_id=5))
         assert rig.committed(0, later) == [], "it was computed from missing KV"
@@ -393,7 +393,7 @@ async def test_a_device_error_fails_its_transfers_and_nothing_else(what: str) ->
             step.layer_ready(1)
         await step.end()
         await step.settled()
-        assert rig.engine.pending_saves == 0
+        await rig.saves_counted()
         assert rig.engine.stats().state == "running"
 
 

@@ -15,6 +15,7 @@ from kvactors.actors.pool import TransferPool
 from kvactors.engine import BlockingEngine
 from kvactors.engine.intake import Answer
 from kvactors.errors import DrainTimeout
+from kvactors.messages import Abandon
 from kvactors.stores.fault_plan import Fault
 from tests.engine.rig import PATIENCE_S, Rig, full_layout, hashes
 from tests.engine.test_blocking import BlockingRig
@@ -94,18 +95,25 @@ async def test_a_commit_is_of_the_epoch_that_its_sessions_were_looked_at_with(mo
         assert rig.committed(0, fine) == []
 
 
-async def test_saves_that_are_signalled_as_a_drain_gives_up_are_uncounted() -> None:
+async def test_saves_that_are_signalled_as_a_drain_gives_up_are_uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Rig(full_layout(layers=8), config={"max_pending_saves": 1}) as rig:
         step = rig.engine.begin_step([rig.request("a", hashes(1), save={0: [0]})])
+        group, abandoning = rig.engine.crew.groups[0], asyncio.Event()
+        abandon = group._abandon
+
+        def abandoned(message: Abandon) -> None:
+            abandon(message)
+            abandoning.set()
+
+        monkeypatch.setattr(group, "_abandon", abandoned)
         drain = asyncio.ensure_future(rig.engine.drain(0.01))
-        while not any(gs.ending for gs in rig.engine.crew.groups[0].steps.values()):
-            await rig.engine.lookup(hashes(1, "nothing"), 17)
+        await abandoning.wait()
         for layer in range(8):
             step.layer_ready(layer)
             await asyncio.wait_for(step.checkpoint(layer), PATIENCE_S)
         with pytest.raises(DrainTimeout):
             await drain
-        assert rig.engine.pending_saves == 0
+        await rig.saves_counted()
         await step.end()
 
 
