@@ -33,13 +33,11 @@ class Actor(ABC):
         mailbox = self.mailbox
         while True:
             self.current = message = await mailbox.receive()
-            if self._observer is None:
-                await self.handle(message)
-            else:
-                start = self.clock.now()
-                await self.handle(message)
-                self._observer.span(Span(self.name, type(message).__name__, start, self.clock.now()))
+            start = 0.0 if self._observer is None else self.clock.now()
+            await self.handle(message)
             self.current = None
+            if self._observer is not None:
+                self._observer.span(Span(self.name, type(message).__name__, start, self.clock.now()))
 
     def later(self, delay_s: float, message: Any) -> asyncio.TimerHandle:
         """Posts a message to this actor after a delay on the loop's clock, unless the timer is cancelled."""

@@ -413,6 +413,7 @@ def _reply(done: TransferDone) -> None:
     try:
         done.job.reply(done)
     except Exception as e:
+        done.job.settled = None  # nobody learned what failed: its latch stays shut, and a deadline tells
         log.error("a reply could not be posted", call=done.job.label, error=repr(e))
 
 

@@ -248,11 +248,11 @@ class StepState:
         for layer in self.load_layers:
             if not self.loads[layer].ended:
                 self.fence_layer(layer)
-        return self.fenced
+        return set(self.fenced)
 
     def give_up(self, reason: str) -> None:
-        """The engine died: whatever is under way is reported failed, every latch opens, every save task is uncounted. Whoever a
-        latch wakes may reuse the blocks that are not fenced by now."""
+        """The engine died: whatever is under way is reported failed, every latch opens, save tasks without calls under way are
+        uncounted. Whoever a latch wakes may reuse the blocks that are not fenced by now."""
         self.passed_through = True
         for layer in self.load_layers:
             task = self.loads[layer]

@@ -70,6 +70,8 @@ class Undertaker(Actor):
             if state is not None:
                 state.forgo(self._c.group_id, self._reason)
         match self._current:  # the slot of a reply was freed before the actor looked at it
+            case None:
+                pass
             case TransferDone():
                 self._done(self._current)
                 self._sweep()

@@ -196,6 +196,7 @@ class Crew:
 
     def give_up(self, reason: str) -> None:
         """Answers every waiter: nothing more will be moved. Called when the loop or the coordinator ended; any thread."""
+        self.pool.stop()  # what is only queued never writes
         for state in list(self.states.values()):  # before anybody can see the end
             self.fences.keep(state.may_be_written())
         self.dead = self.dead or reason
@@ -203,7 +204,6 @@ class Crew:
         self.coordinator.stop_timers()
         for actor in self.groups.values():
             actor.stop_timers()
-        self.pool.stop()
         for state in list(self.states.values()):
             state.give_up(reason)
         self.states.clear()

@@ -88,15 +88,18 @@ class Answer(Generic[T]):
     """A value that arrives once, with the latch that says so. Of two that give one, as the engine may when it ends, the first
     counts."""
 
-    __slots__ = ("_lock", "latch", "value")
+    __slots__ = ("_given", "_lock", "latch", "value")
 
     def __init__(self, default: T) -> None:
         self.value = default
         self.latch = Latch()
+        self._given = False
         self._lock = threading.Lock()
 
     def give(self, value: T) -> None:
         with self._lock:
-            if not self.latch.is_open:
+            first, self._given = not self._given, True
+            if first:
                 self.value = value
-                self.latch.open()
+        if first:
+            self.latch.open()

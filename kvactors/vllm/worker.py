@@ -72,7 +72,9 @@ class OpenStep:
     """name of a life -> (stage layer, first token)"""
     recovered: set[str] = field(default_factory=set)
     fenced: set[tuple[int, int]] = field(default_factory=set)
-    """(group id, local block id) that a second load of a request may still write"""
+    """(group id, local block id) that a lost call of a second load of a request may still write"""
+    unended: set[tuple[int, int]] = field(default_factory=set)
+    """those of second loads of which the engine says nothing more"""
 
 
 class StoredBlock(NamedTuple):
@@ -187,6 +189,9 @@ class WorkerSide:
         left = now.began_s + self._settings.load_deadline_s - self._clock.now()
         failed = now.step.wait_layer(layer, max(left, 0.001))
         self.counters.exposed_wait_s += time.perf_counter() - began
+        for life in failed & now.recovered:  # a call of the first load was under way meanwhile, and is lost: it may still write
+            if load_places(now.requests[life].groups) & now.step.fenced_blocks:
+                now.recovered.discard(life)
         for life in failed - set(now.failed) - now.recovered:
             self._load_failed(now, life, layer)
 
@@ -206,11 +211,8 @@ class WorkerSide:
         now.failed[life] = (layer, failure.first_token)
 
     def _recovered(self, now: OpenStep, request: RequestPlan, layer: int) -> bool:
-        """Loads the request once more, whole, while its layer waits. What it computes is right then; it is not saved. Not while
-        a call of the first load may still write: it would do so while the request computes.
-
-        Raises:
-            LoadFailedError: the second load does not end.
+        """Loads the request once more, whole, while its layer waits. What it computes is right then; it is not saved. Not if a
+        call of the first load was lost: it could write while the request computes.
         """
         left = now.began_s + self._settings.load_deadline_s - self._clock.now()
         places = load_places(request.groups)
@@ -224,7 +226,7 @@ class WorkerSide:
         if not again.wait(left):
             self.engine.release(request.life.name, ReleaseReason.ABORTED, wait=False)
             if not again.wait(self.engine.patience_s):
-                raise LoadFailedError(f"the second load of {request.life.name} does not end; its blocks cannot be used again")
+                now.unended |= places
             now.fenced |= places & self.engine.fenced_blocks
             return False
         if again.result().failure is not None:
@@ -352,9 +354,11 @@ class WorkerSide:
     def _tell_failures(self, now: OpenStep, *, raising: bool) -> None:
         """Reports what failed inside the step. What vLLM cannot be told ends the engine, unless it is ending already."""
         fenced = (now.step.fenced_blocks | now.fenced) & self.engine.fenced_blocks
-        if fenced and not self.engine.wait_unfenced(fenced, LATE_CALL_S) and raising:
+        free = not now.unended and (not fenced or self.engine.wait_unfenced(fenced, LATE_CALL_S))
+        if not free and raising:
+            count = len(fenced | now.unended)
             raise LoadFailedError(
-                f"{len(fenced)} blocks may still be written by store calls that did not return; they cannot be used again"
+                f"{count} blocks may still be written by store calls that did not return; they cannot be used again"
             )
         for life, (_, first) in now.failed.items():
             request = now.requests[life]

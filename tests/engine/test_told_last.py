@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from kvactors.actors import saver
+from kvactors.actors.coordinator import Coordinator
 from kvactors.actors.loops import call_on
-from kvactors.actors.pool import TransferPool
 from kvactors.engine import BlockingEngine
 from kvactors.engine.intake import Answer
 from kvactors.errors import DrainTimeout
@@ -61,19 +61,20 @@ def test_blocks_are_fenced_when_an_engine_is_called_dead(monkeypatch: pytest.Mon
     """For then a release returns at once."""
     rig, seen = BlockingRig(full_layout(), [FROZEN_READ], config={"workers": 1}), list[frozenset[tuple[int, int]]]()
     with rig.open() as engine:
-        fine, stop = hashes(2), TransferPool.stop
+        fine, stop_timers = hashes(2), Coordinator.stop_timers
         rig.forward(rig.request("a", fine, save={0: [0, 1]}))
         engine.load("b", rig.request("b", fine, load={0: [0, 1]}, first_id=9).groups, fine)
         assert rig.store.gates["gate"].arrived.wait(PATIENCE_S)
 
-        def stopping(pool: TransferPool) -> object:
-            if engine._engine.crew.dead and not seen:
+        def stopping(coordinator: Coordinator) -> None:
+            if not seen:
+                assert engine._engine.crew.dead
                 engine.release("b")
                 seen.append(engine.fenced_blocks)
                 rig.store.release()
-            return stop(pool)
+            stop_timers(coordinator)
 
-        monkeypatch.setattr(TransferPool, "stop", stopping)
+        monkeypatch.setattr(Coordinator, "stop_timers", stopping)
     assert seen == [{(0, 9), (0, 10)}]
     rig.memory.close()
 

@@ -122,7 +122,8 @@ class Stall:
             try:
                 yield
             finally:
-                self._watching = False
+                with self._counting:
+                    self._watching = False
                 if self._other is not None:
                     self._other.join(JOIN_S)
                     assert not self._other.is_alive(), "what another thread did meanwhile does not end"
@@ -155,10 +156,14 @@ class Stall:
                 self._times += 1
                 stop = self._times == self._at.nth
             if stop:
-                self.hit = True
-                if self.meanwhile is not None:
-                    self._other = threading.Thread(target=self.meanwhile, name="another")
-                    self._other.start()
+                with self._counting:
+                    if not self._watching:  # the scenario is over
+                        return self._ran
+                    self.hit = True
+                    if self.meanwhile is not None:
+                        other = threading.Thread(target=self.meanwhile, name="another")
+                        other.start()
+                        self._other = other
                 if self._role == "loop":
                     self._until_compute_waits(engine)
                 else:

@@ -189,6 +189,26 @@ class TestLoadsInside:
             assert rig.side.counters.recovered_loads == 0
             rig.faulty.release()
 
+    def test_a_second_load_does_not_make_good_a_call_of_the_first_that_is_lost_later(
+        self, pool: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ConnectorSettings, "engine", lambda _: EngineConfig(call_deadline_s=0.2, workers=2))
+        with WorkerRig(full_layout(), store=pool) as other:
+            other.write(IDS)
+            save_all(other)
+        faults = [self.fail_gets(times=1), Fault(what="freeze", call="get_ranges", nth=2)]
+        with WorkerRig(full_layout(), store=pool, faults=faults, clock=MonotonicClock()) as rig:
+
+            def compute(name: str) -> None:
+                if name == "l1":  # now the late call writes what is being computed with
+                    rig.faulty.release()
+                    assert rig.side.engine.wait_unfenced({(0, block) for block in BACK}, 10.0)
+
+            rig.step(StepPlan([request("b", {0: BACK}, load={0: range(3)})]), compute=compute)
+            report = rig.side.report()
+            assert report is not None
+            assert (report.failed, report.arrived) == ({Life("b"): 0}, set())
+
     def test_one_that_fails_for_good_names_its_blocks_and_saves_nothing(self, pool: MemoryStore) -> None:
         with WorkerRig(full_layout(), store=pool) as other:
             other.write(IDS)
