@@ -194,7 +194,8 @@ def close(rig: Scene) -> None:
 
 
 def drain(rig: Scene) -> None:
-    rig.blocking.drain()
+    with suppress(DrainTimeout):  # the engine may be closed before
+        rig.blocking.drain()
 
 
 def release(rig: Scene) -> None:
