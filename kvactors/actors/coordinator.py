@@ -457,7 +457,7 @@ class Coordinator(Actor):
             return
         left = [f"step {r.state.id}: {r.waits_for()}" for r in self._runs.values()]
         for run in list(self._runs.values()):
-            self._fence(run.state.may_be_written())
+            self._fence(run.state.fence_unended())
             run.state.give_up("the drain's deadline passed")
             self._states.pop(run.state.id, None)
         self._runs.clear()

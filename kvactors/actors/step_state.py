@@ -243,8 +243,12 @@ class StepState:
         for group_id in self.groups:
             self.forgo(group_id, reason)
 
-    def may_be_written(self) -> set[tuple[int, int]]:
-        """(group id, local block id) of the destinations that a store call may still write: to be fenced before `give_up`."""
+    def fence_unended(self) -> set[tuple[int, int]]:
+        """Fences the destinations of layers that have not ended, before `give_up` tells anybody of the end.
+
+        Returns:
+            (group id, local block id) of all that a store call may still write.
+        """
         for layer in self.load_layers:
             if not self.loads[layer].ended:
                 self.fence_layer(layer)

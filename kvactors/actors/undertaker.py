@@ -71,7 +71,7 @@ class Undertaker(Actor):
                 state.forgo(self._c.group_id, self._reason)
         match self._current:  # the slot of a reply was freed before the actor looked at it
             case None:
-                pass
+                pass  # it crashed between two messages
             case TransferDone():
                 self._done(self._current)
                 self._sweep()

@@ -198,7 +198,7 @@ class Crew:
         """Answers every waiter: nothing more will be moved. Called when the loop or the coordinator ended; any thread."""
         self.pool.stop()  # what is only queued never writes
         for state in list(self.states.values()):  # before anybody can see the end
-            self.fences.keep(state.may_be_written())
+            self.fences.keep(state.fence_unended())
         self.dead = self.dead or reason
         self.stats.state = "closed" if self.dead == CLOSED else "dead"
         self.coordinator.stop_timers()

@@ -14,8 +14,9 @@ from kvactors.messages import Job, Transfer, TransferDone
 from kvactors.simulate.loop import VirtualLoop
 
 PAUSES = 0.3
+"""Chance that a worker stops after a call, before its answer; and again after that."""
 MOST_PAUSE_S = 0.002
-"""How often, and how long at most, a worker stops after a call, before its answer and after it: several calls of others."""
+"""How long at most: several calls of others."""
 
 T = TypeVar("T")
 

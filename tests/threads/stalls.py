@@ -154,16 +154,14 @@ class Stall:
         elif frame.f_lineno == self._at.line:
             with self._counting:
                 self._times += 1
-                stop = self._times == self._at.nth
-            if stop:
-                with self._counting:
-                    if not self._watching:  # the scenario is over
-                        return self._ran
+                stop = self._watching and self._times == self._at.nth
+                if stop:
                     self.hit = True
-                    if self.meanwhile is not None:
-                        other = threading.Thread(target=self.meanwhile, name="another")
-                        other.start()
-                        self._other = other
+                if stop and self.meanwhile is not None:
+                    other = threading.Thread(target=self.meanwhile, name="another")
+                    other.start()
+                    self._other = other  # only now: whoever sees it may join it
+            if stop:
                 if self._role == "loop":
                     self._until_compute_waits(engine)
                 else:
@@ -201,7 +199,7 @@ class Stall:
             rounds = rounds + 1 if WatchedLock.waiting[self._compute] and not pool._running else 0
             if rounds == QUIET_ROUNDS:
                 break
-            time.sleep(0)
+            time.sleep(0)  # as above
 
 
 def points(seen: Counter[tuple[str, int]], role: str) -> Iterator[Point]:

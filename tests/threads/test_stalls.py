@@ -209,7 +209,7 @@ def crash(rig: Scene) -> None:
     async def raise_it(_: Any) -> None:
         raise RuntimeError("planted")
 
-    rig.blocking._engine.crew.groups[0].handle = raise_it  # type: ignore[method-assign]
+    rig.blocking._engine.crew.groups[0].handle = raise_it  # type: ignore[method-assign]  # the crash
 
 
 def stop_loop(rig: Scene) -> None:
